@@ -1,0 +1,224 @@
+"""What a run may say: every section and key of the TOML, its type, default and meaning. Torch-free.
+
+All models are frozen and strict (`"8"`, `2.5` and `true` are not integers; an integer is accepted where a float
+is wanted) and refuse unknown keys and NaN. No key is ever null, since TOML has no null: 0, "" or "auto" say
+"not set" and the description says what that means. Rules that need more than one key are in check.py.
+A key that torchtitan's TOML also has keeps its name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16"]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: str = Field("", description="Name of the run folder inside output_dir. Empty: the config file's stem.")
+    output_dir: str = Field("outputs", description="Folder that holds the run folders.")
+    seed: NonNegative = Field(42, description="Seed of the initial weights and of the sample order.")
+    deterministic: bool = Field(
+        False, description="Bitwise repeatable kernels: deterministic algorithms, no TF32. On CPU costs nothing."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description='Where to compute. "auto": CUDA if there is any.')
+
+
+class RopeScalingConfig(Section):
+    """Llama 3.1's frequency scaling; off while factor is 1."""
+
+    factor: Annotated[float, Field(ge=1.0)] = Field(1.0, description="How much slower low frequencies turn. 1: off.")
+    low_freq_factor: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Wavelengths above original_max_position_embeddings / this are scaled by factor."
+    )
+    high_freq_factor: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="Wavelengths below original_max_position_embeddings / this are left alone."
+    )
+    original_max_position_embeddings: Positive = Field(8192, description="Context length before the scaling, tokens.")
+
+
+class ModelConfig(Section):
+    vocab_size: Positive = Field(description="Token ids the model knows; at least the tokenizer's size.")
+    dim: Positive = Field(description="Width of the residual stream.")
+    n_layers: Positive = Field(description="Transformer blocks.")
+    n_heads: Positive = Field(description="Query heads.")
+    n_kv_heads: Positive = Field(description="Key and value heads; divides n_heads.")
+    head_dim: NonNegative = Field(0, description="Width of one head, even. 0: dim / n_heads.")
+    ffn_dim: Positive = Field(description="Inner width of the SwiGLU MLP.")
+    norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="Epsilon of every RMSNorm.")
+    rope_theta: Annotated[float, Field(gt=0)] = Field(10000.0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingConfig = Field(RopeScalingConfig(), description="Llama 3.1 rotary frequency scaling.")
+    qk_norm: bool = Field(False, description="RMSNorm over head_dim on queries and keys before RoPE.")
+    tie_word_embeddings: bool = Field(False, description="The output projection is the embedding table.")
+    vocab_pad_multiple: Positive = Field(
+        128, description="Embedding and output rows are padded with masked zero rows to a multiple of this."
+    )
+    init_std: Annotated[float, Field(gt=0)] = Field(
+        0.02, description="Std of the initial weights; residual outputs get init_std / sqrt(2 n_layers)."
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and output parameters: vocab_size rounded up to vocab_pad_multiple."""
+        return -(-self.vocab_size // self.vocab_pad_multiple) * self.vocab_pad_multiple
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Width of one head: head_dim, or dim // n_heads when that is 0."""
+        return self.head_dim or self.dim // self.n_heads
+
+
+class TokenizerConfig(Section):
+    path: str = Field(
+        "embedded", description='A sentencepiece .model file. "embedded": 4096 pieces trained from the embedded text.'
+    )
+    add_bos: bool = Field(False, description="Put the tokenizer's BOS id before every document.")
+    add_eos: bool = Field(True, description="Put the tokenizer's EOS id after every document.")
+
+
+class SourceConfig(Section):
+    path: str = Field(
+        "embedded",
+        description='A folder of token shards, or a .txt file or a folder of them (one document a file). '
+        '"embedded": the Python source of the installed sympy.',
+    )
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Share of samples, relative to the other sources.")
+
+
+class DataConfig(Section):
+    sources: tuple[SourceConfig, ...] = Field(
+        (SourceConfig(),), min_length=1, strict=False, description="Where the tokens come from: [[data.sources]] tables."
+    )
+    epochs: NonNegative = Field(
+        0, description="The run ends before any source would be read more often than this. 0: no limit."
+    )
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.01, description="Share of documents, chosen by their hash when tokenising, that is held out for validation."
+    )
+    num_workers: NonNegative = Field(0, description="Loader processes per rank. 0: read in the training process.")
+    cache_dir: str = Field("outputs/cache", description="Where tokenised text and trained tokenizers are kept.")
+
+
+class TrainingConfig(Section):
+    seq_len: Positive = Field(description="Tokens of a sample.")
+    global_batch_size: Positive = Field(description="Samples of an optimizer step, over all ranks.")
+    local_batch_size: Positive = Field(
+        1, description="Most samples a rank puts through one forward pass; the rest is accumulated."
+    )
+    steps: Positive = Field(description="Optimizer steps after which the run is finished.")
+    max_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient norm is clipped to this. 0: no clipping.")
+    mixed_precision_param: Dtype = Field("bfloat16", description="Dtype of activations and of weights in matmuls.")
+    mixed_precision_reduce: Dtype = Field("float32", description="Dtype in which gradients are summed over ranks.")
+    loss_chunk_tokens: NonNegative = Field(
+        1024, description="Tokens whose logits exist at once. 0: all of them (plain path, kept as reference)."
+    )
+    gc_freq: NonNegative = Field(
+        50, description="Garbage is collected every so many steps, on all ranks at once. 0: left to Python."
+    )
+
+
+class OptimizerConfig(Section):
+    """Fused AdamW; weight decay on parameters with two or more dims."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Decay of the second moment.")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Added to the root of the second moment.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="Decoupled weight decay.")
+
+
+class LRSchedulerConfig(Section):
+    """Linear warmup, a stable part, a decay to min_lr_factor, which then holds."""
+
+    warmup_steps: NonNegative = Field(0, description="Steps of linear rise to the peak; step 1 is not at 0.")
+    total_steps: Positive = Field(description="Length of the whole schedule, whatever training.steps is.")
+    decay_ratio: Fraction = Field(
+        1.0, description="Share of total_steps spent decaying, at the end. 1: all that warmup leaves. 0: no decay."
+    )
+    decay_type: Literal["linear", "cosine", "sqrt"] = Field("cosine", description="Shape of the decay.")
+    min_lr_factor: Fraction = Field(0.1, description="The LR at and past the end, as a share of the peak.")
+
+
+class ParallelismConfig(Section):
+    dp_replicate: Positive = Field(1, description="Replicas of the model that average nothing but gradients.")
+    dp_shard: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="Ranks that share parameters, gradients and optimizer state. -1: what is left of the world."
+    )
+    tp: Positive = Field(1, description="Tensor parallel degree.")
+    pp: Positive = Field(1, description="Pipeline parallel degree.")
+    cp: Positive = Field(1, description="Context parallel degree.")
+    ep: Positive = Field(1, description="Expert parallel degree.")
+    zero_stage: Literal["auto", 1, 2, 3] = Field(
+        "auto",
+        description="3 frees parameters after forward; 2 keeps them through the step and reduce-scatters every "
+        'microbatch; 1 reduces once a step. "auto": 3.',
+    )
+
+
+class ActivationCheckpointConfig(Section):
+    mode: Literal["none", "full"] = Field("none", description='"full": recompute every block in backward.')
+
+
+class CompileConfig(Section):
+    enable: bool = Field(False, description="torch.compile every transformer block.")
+
+
+class CheckpointConfig(Section):
+    enable: bool = Field(True, description="Save checkpoints, and resume from them.")
+    interval: Positive = Field(500, description="Steps between two checkpoints. The last step is always saved.")
+    keep_latest_k: NonNegative = Field(3, description="Committed checkpoints that are kept. 0: all.")
+    async_mode: Literal["disabled", "async"] = Field(
+        "async", description='"async": training goes on while the snapshot is written.'
+    )
+    resume: str = Field(
+        "auto",
+        description='"auto": from the newest checkpoint of the run folder, if any. "never": refused when there is one. '
+        "Else the path of a step folder.",
+    )
+
+
+class ValidationConfig(Section):
+    enable: bool = Field(False, description="Measure the loss on held-out documents.")
+    freq: Positive = Field(100, description="Steps between two validation passes; also before the first step's end "
+                           "and at the last step.")
+    samples: NonNegative = Field(64, description="Held-out samples of a pass, always the same. 0: all of them.")
+
+
+class MetricsConfig(Section):
+    log_freq: Positive = Field(10, description="Steps between two rows of metrics.")
+    enable_tensorboard: bool = Field(True, description="Write TensorBoard event files.")
+    peak_tflops: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Peak of one device in TFLOP/s for the MFU. 0: the datasheet's for known GPUs, else measured."
+    )
+
+
+class CommConfig(Section):
+    init_timeout_seconds: Positive = Field(300, description="Longest wait for all ranks to start.")
+    train_timeout_seconds: Positive = Field(100, description="Longest wait in one collective once training runs.")
+
+
+class Config(Section):
+    """One pretraining run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LRSchedulerConfig
+    parallelism: ParallelismConfig = ParallelismConfig()
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    compile: CompileConfig = CompileConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    comm: CommConfig = CommConfig()
