@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _no_lookalike(value: object) -> object:
+    """Python has `1 == True == 1.0`, so that a choice of integers would take true and 1.0 for 1."""
+    if isinstance(value, (bool, float)):
+        raise ValueError("neither true/false nor a fraction is a choice here")
+    return value
+
 
 Dtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Field(gt=0)]
@@ -156,7 +164,7 @@ class ParallelismConfig(Section):
     pp: Positive = Field(1, description="Pipeline parallel degree.")
     cp: Positive = Field(1, description="Context parallel degree.")
     ep: Positive = Field(1, description="Expert parallel degree.")
-    zero_stage: Literal["auto", 1, 2, 3] = Field(
+    zero_stage: Annotated[Literal["auto", 1, 2, 3], BeforeValidator(_no_lookalike)] = Field(
         "auto",
         description="3 frees parameters after forward; 2 keeps them through the step and reduce-scatters every "
         'microbatch; 1 reduces once a step. "auto": 3.',

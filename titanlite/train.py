@@ -1,0 +1,50 @@
+"""Worker entry: `python -m titanlite.train CONFIG.toml`, one process a rank, started by the launcher or by torchrun.
+
+Exit codes: 0 done, 2 the input is wrong (the problems are printed once), 1 anything else (the error is handed to the
+launcher, which prints the first one only).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from titanlite.config.load import load
+from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
+from titanlite.parallel import runtime
+from titanlite.trainer import Trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    name, *overrides = sys.argv[1:] if argv is None else argv
+    try:
+        config = load(name, overrides).config
+        ranks = runtime.start(config.comm, config.run, config.parallelism)
+        Trainer(config, ranks).train()
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        return EXIT_WRONG_INPUT
+    except Exception as error:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        get_error_handler().record_exception(error)
+        return EXIT_ERROR
+    runtime.stop()
+    return EXIT_DONE
+
+
+def _exit(code: int) -> None:
+    # A rank that failed may hold collectives that never finish: leave without waiting for their threads.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == EXIT_DONE:
+        sys.exit(code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _exit(main())

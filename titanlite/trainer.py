@@ -1,0 +1,391 @@
+"""The training loop: builds every part from one config, steps, measures, validates, saves and resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import titanlite
+from titanlite.checkpoint.lock import lock_folder
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.config.layout import plan_batch
+from titanlite.config.problems import InputError, Problem
+from titanlite.config.schema import Config
+from titanlite.data.loader import Batch, ValidationData, build_train_loader, data_fingerprint
+from titanlite.data.prepare import prepare
+from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.throughput import Throughput
+from titanlite.model.flops import flops_per_token
+from titanlite.optim.optimizer import AdamW
+from titanlite.optim.schedule import lr_at
+from titanlite.parallel import gradients
+from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.runtime import Ranks
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm of a step was NaN or infinite. The step's update was not applied."""
+
+
+@dataclass
+class TrainState:
+    """All of a run's state that is not a tensor; saved as JSON in every checkpoint.
+
+    step:    optimizer steps done
+    samples: samples consumed; the next step takes samples [samples, samples + global_batch_size)
+    tokens:  tokens consumed
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+class DeferredScalars:
+    """A few device scalars whose copy to the host is begun now and waited for later, so that no step waits for it."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        device_values = torch.stack([value.to(torch.float64) for value in values])
+        self._event: torch.cuda.Event | None = None
+        if device_values.is_cuda:
+            self._host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self._host.copy_(device_values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = device_values
+
+    def get(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+@dataclass
+class PendingStep:
+    """A step that was launched and whose numbers the host has not read yet."""
+
+    state: TrainState
+    lr: float
+    scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite
+
+
+class Trainer:
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.folder = Path(config.run.output_dir) / config.run.name
+        self.state = TrainState()
+        self.pending: PendingStep | None = None
+        self._lock = lock_folder(self.folder, "worker", wait_seconds=10) if ranks.is_main else None
+
+        self._build_data()
+        self._build_checkpoints()
+        self._read_resume_point()
+        self._build_metrics()
+        if self.finished:
+            return
+        self._build_model()
+        self._load_checkpoint()
+        self._build_loader()
+
+    # ---- build steps -------------------------------------------------------------------------------------------
+
+    def _build_data(self) -> None:
+        config = self.config
+        self.prepared = prepare(
+            config.data, config.tokenizer, config.model.vocab_size, config.training.seq_len, report=self._say
+        )
+        self.data_fingerprint = data_fingerprint(self.prepared, config.training.seq_len, config.run.seed)
+        self.validation = None
+        if config.validation.enable:
+            self.validation = ValidationData(self.prepared, config.training.seq_len, config.validation.samples)
+            self.token_bytes = torch.as_tensor(self.validation.token_bytes).to(self.ranks.device)
+
+    def _build_checkpoints(self) -> None:
+        self.checkpoints = None
+        if self.config.checkpoint.enable:
+            self.checkpoints = CheckpointManager(
+                self.config.checkpoint, self.folder / "checkpoints", self.ranks, report=self._say
+            )
+
+    def _read_resume_point(self) -> None:
+        """Finds the checkpoint to resume from and takes its train state; the tensors are loaded once they exist."""
+        self.resume_path = self.checkpoints.find_resume() if self.checkpoints else None
+        if self.resume_path is None:
+            return
+        assert self.checkpoints is not None
+        manifest = self.checkpoints.read_manifest(self.resume_path)
+        self._check_same_run(manifest, self.resume_path)
+        self.state = TrainState(**{f.name: manifest["train_state"][f.name] for f in dataclasses.fields(TrainState)})
+
+    def _build_metrics(self) -> None:
+        config, ranks = self.config, self.ranks
+        self.metrics = MetricsLogger(
+            self.folder,
+            config.metrics,
+            main=ranks.is_main,
+            resumed_step=self.state.step,
+            total_steps=config.training.steps,
+        )
+
+    def _build_model(self) -> None:
+        config, ranks = self.config, self.ranks
+        self.throughput = Throughput.measure(
+            config.metrics, flops_per_token(config.model, config.training.seq_len), config.training, ranks
+        )
+        self.model = parallelize(
+            config.model,
+            config.training,
+            config.parallelism,
+            config.activation_checkpoint,
+            config.compile,
+            seed=config.run.seed,
+            ranks=ranks,
+        )
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = AdamW(self.parameters.items(), config.optimizer)
+
+    def _load_checkpoint(self) -> None:
+        if self.resume_path is None:
+            return
+        assert self.checkpoints is not None
+        self.checkpoints.load(self.resume_path, self._tensors())
+        self.optimizer.n_updates = self.state.step
+        self._say(f"resumed from {self.resume_path}: step {self.state.step}, sample {self.state.samples}")
+
+    def _build_loader(self) -> None:
+        training, ranks = self.config.training, self.ranks
+        plan = plan_batch(training, ranks.layout)
+        self.loader = build_train_loader(
+            self.prepared,
+            self.config.data,
+            seq_len=training.seq_len,
+            seed=self.config.run.seed,
+            global_batch_size=training.global_batch_size,
+            data_rank=ranks.data_rank,
+            data_size=ranks.data_size,
+            local_batch_size=plan.local_batch_size,
+            start_sample=self.state.samples,
+        )
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.state.step >= self.config.training.steps
+
+    def train(self) -> None:
+        if self.finished:
+            self._say(
+                f"nothing to do: {self.folder} is at step {self.state.step} of {self.config.training.steps}. "
+                f"To go on: --training.steps N with N above {self.state.step}. To start anew: --run.name OTHER."
+            )
+            return
+        first_step = self.state.step
+        gc_freq = self.config.training.gc_freq
+        if gc_freq:
+            gc.disable()  # ranks that collect at different moments wait for each other
+            gc.collect()
+        self.throughput.start()
+        batches = iter(self.loader)
+        while not self.finished:
+            waited = time.perf_counter()
+            microbatches = next(batches, None)
+            if microbatches is None:
+                break
+            self.throughput.data_wait(time.perf_counter() - waited)
+            self.train_step(microbatches)
+            self._after_step()
+            if gc_freq and self.state.step % gc_freq == 0:
+                gc.collect(1)
+        self._end(first_step)
+
+    def train_step(self, microbatches: Sequence[Batch]) -> None:
+        """One optimizer step on this rank's slice of the step's samples. Nothing in it waits for the device."""
+        config, ranks = self.config, self.ranks
+        lr = lr_at(self.state.step + 1, config.optimizer.lr, config.lr_scheduler)
+        microbatches = [
+            {key: value.to(ranks.device, non_blocking=True) for key, value in batch.items()} for batch in microbatches
+        ]
+        loss_sum = self.model.forward_backward(microbatches)
+        targets = torch.stack([(batch["labels"] != -100).sum() for batch in microbatches]).sum()
+        totals = ranks.sum_over_data(torch.stack([loss_sum.double(), targets.double()]))
+        loss = totals[0] / totals[1]
+        stats = gradients.finish(self.parameters.values(), totals[1], config.training.max_norm)
+        found_inf = torch.maximum(stats.found_inf, (~torch.isfinite(loss)).to(stats.found_inf.dtype))
+        self.optimizer.step(lr, stats.grad_scale, found_inf)
+        self.model.zero_grad()
+
+        previous, self.pending = self.pending, None
+        self.state.step += 1
+        self.state.samples += config.training.global_batch_size
+        self.state.tokens += config.training.global_batch_size * config.training.seq_len
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, DeferredScalars([loss, stats.norm, found_inf]))
+        if previous is not None:
+            self._report_step(previous)
+
+    def _after_step(self) -> None:
+        """Validation and checkpoints; both first wait for the step's own numbers, so that a bad step stops the run."""
+        config, step = self.config, self.state.step
+        last = self.finished
+        if self.validation is not None and (step % config.validation.freq == 0 or last):
+            self._flush(self.validate())
+        if self.checkpoints is not None and (step % config.checkpoint.interval == 0 or last):
+            self._flush()
+            self.save(wait=last)
+
+    def _end(self, first_step: int) -> None:
+        self._flush()
+        step = self.state.step
+        if not self.finished:
+            self._say(
+                f"the data's {self.config.data.epochs} epochs are used up after step {step} "
+                f"({self.state.samples} samples). To go on: raise data.epochs, or set it to 0."
+            )
+            if self.checkpoints is not None and step > first_step and step % self.config.checkpoint.interval:
+                self.save(wait=True)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self.loader.close()
+        self.metrics.close()
+        if self.finished:
+            self._say(f"finished at step {step}: {self.folder}")
+
+    # ---- validation --------------------------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, float]:
+        """The mean loss in nats a token, and in bits a byte of text, over a fixed set of held-out samples."""
+        assert self.validation is not None
+        with self.throughput.paused():
+            sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)  # nats, targets, bytes
+            for batch in self.validation.batches(
+                self.ranks.data_rank, self.ranks.data_size, self.config.training.local_batch_size
+            ):
+                batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in batch.items()}
+                labels = batch["labels"]
+                valid = labels != -100
+                sums[0] += self.model.evaluate(batch)
+                sums[1] += valid.sum()
+                sums[2] += (self.token_bytes[labels.clamp_min(0)] * valid).sum()
+            nats, targets, text_bytes = self.ranks.sum_over_data(sums).tolist()
+        return {
+            "validation_loss": nats / targets,
+            "validation_bits_per_byte": nats / math.log(2) / text_bytes if text_bytes else math.nan,
+        }
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, *, wait: bool) -> None:
+        assert self.checkpoints is not None
+        assert self.pending is None, "a step must be known to be finite before it is saved"
+        manifest = {
+            "layout": dataclasses.asdict(self.ranks.layout),
+            "versions": {
+                "titanlite": titanlite.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            "config": self.config.model_dump(mode="json"),
+            "train_state": {**dataclasses.asdict(self.state), "data_fingerprint": self.data_fingerprint},
+        }
+        with self.throughput.paused():
+            self.checkpoints.save(self.state.step, self._tensors(), manifest, wait=wait)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
+        moments = {f"optimizer.{key}": value for key, value in self.optimizer.state_tensors().items()}
+        return model | moments
+
+    def _check_same_run(self, manifest: dict[str, Any], path: Path) -> None:
+        """Refuses to go on with another model, seed or data; names every other key that differs."""
+        old, new = _flatten(manifest["config"]), _flatten(self.config.model_dump(mode="json"))
+        differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        refused = [
+            Problem(str(path), key, repr(new.get(key)), f"{old.get(key)!r}, as in the checkpoint", _ANEW)
+            for key in differing
+            if key.startswith("model.") or key == "run.seed"
+        ]
+        fingerprint = manifest["train_state"]["data_fingerprint"]
+        if not refused and fingerprint != self.data_fingerprint:
+            keys = [key for key in differing if key.startswith(("data.", "tokenizer.", "training.seq_len"))]
+            where = ", ".join(keys) or "data"
+            refused = [
+                Problem(
+                    str(path),
+                    where,
+                    f"data fingerprint {self.data_fingerprint[:16]}",
+                    f"{fingerprint[:16]}, as in the checkpoint: the same text, tokenizer, weights and seq_len",
+                    _ANEW,
+                )
+            ]
+        if refused:
+            raise InputError(refused)
+        for key in differing:
+            self._say(f"resume: {key} was {old.get(key)!r}, is now {new.get(key)!r}")
+
+    # ---- reports -----------------------------------------------------------------------------------------------
+
+    def _report_step(self, done: PendingStep, extra: dict[str, float] | None = None) -> None:
+        """Reads a launched step's numbers, stops all ranks if they are not finite, logs them when it is time."""
+        loss, norm, not_finite = done.scalars.get()
+        step = done.state.step
+        if not_finite:
+            if self.checkpoints is not None:
+                self.checkpoints.finish()
+            raise NonFiniteError(
+                f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied and nothing was saved "
+                "since. Start again to resume from the last checkpoint; a lower optimizer.lr or training.max_norm helps."
+            )
+        self.throughput.step_done()
+        last = step == self.config.training.steps
+        if extra is None and step % self.config.metrics.log_freq and step != 1 and not last:
+            return
+        row = {
+            "step": step,
+            "time": time.time(),
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": done.lr,
+            "samples": done.state.samples,
+            "tokens": done.state.tokens,
+            **self.throughput.row(),
+            **(extra or {}),
+        }
+        self.metrics.log(row)
+
+    def _flush(self, extra: dict[str, float] | None = None) -> None:
+        if self.pending is not None:
+            done, self.pending = self.pending, None
+            self._report_step(done, extra)
+
+    def _say(self, message: str) -> None:
+        if not self.ranks.is_main:
+            return
+        if hasattr(self, "metrics"):
+            self.metrics.message(message)
+        else:
+            print(message, flush=True)
+
+
+_ANEW = "set it back to resume, or start anew under another run.name"
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
