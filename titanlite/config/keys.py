@@ -1,4 +1,4 @@
-"""Every dotted key of the schema: its kind, what it accepts in words, and the nearest one to a mistyped key. Torch-free."""
+"""Every dotted key of the schema: its kind, what it accepts in words, and the nearest to a mistyped one. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,12 +49,17 @@ class Key:
         return self.field.is_required()
 
     @property
+    def fields(self) -> list[str]:
+        """Names inside a section, or inside the tables of a list."""
+        return list(self.model.model_fields) if self.model is not None else []
+
+    @property
     def words(self) -> str:
         """What the key accepts, for people: "an integer > 0"."""
         if self.kind == "section":
-            return f"a section with the keys {', '.join(_fields(self.model))}"
+            return f"a section with the keys {', '.join(self.fields)}"
         if self.kind == "list":
-            return f"a list of one or more tables with the keys {', '.join(_fields(self.model))}"
+            return f"a list of one or more tables with the keys {', '.join(self.fields)}"
         if self.kind == "choice":
             return "one of " + ", ".join(shown(choice) for choice in self.choices)
         if self.kind == "boolean":
@@ -67,11 +72,6 @@ class Key:
     @property
     def choices(self) -> tuple[Any, ...]:
         return get_args(self.field.annotation) if self.kind == "choice" else ()
-
-
-def _fields(model: type[Section] | None) -> list[str]:
-    assert model is not None
-    return list(model.model_fields)
 
 
 def _bounds(field: FieldInfo) -> Iterator[tuple[str, float]]:
@@ -95,8 +95,8 @@ def _describe(annotation: Any) -> tuple[Kind, type[Section] | None]:
 
 
 def _walk(model: type[Section], prefix: str = "", in_list: bool = False) -> Iterator[Key]:
-    for name, field in model.model_fields.items():
-        kind, inner = _describe(field.annotation)
+    fields = [(name, field, *_describe(field.annotation)) for name, field in model.model_fields.items()]
+    for name, field, kind, inner in sorted(fields, key=lambda item: bool(prefix) and item[2] == "section"):
         yield Key(prefix + name, kind, field, inner, in_list)
         if inner is not None:
             yield from _walk(inner, f"{prefix}{name}.", in_list or kind == "list")
@@ -125,8 +125,7 @@ def shown(value: object) -> str:
         try:
             text = str(value)
         except ValueError:  # Python does not print integers of more than 4300 digits
-            assert isinstance(value, int)
-            text = f"an integer of {value.bit_length()} bits"
+            text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a value too long to show"
     return text if len(text) <= 90 else f"{text[:60]}… ({len(text)} characters)"
 
 
@@ -170,5 +169,6 @@ def nearest_key(unknown: str) -> str | None:
 def siblings_words(parts: Sequence[object]) -> str:
     """What a section (or the top level, for an empty path) has."""
     key = find_key(parts)
-    names = _fields(key.model) if key is not None and key.model is not None else list(Config.model_fields)
-    return ("the keys " if parts else "the sections ") + ", ".join(names)
+    if key is None:
+        return "the sections " + ", ".join(Config.model_fields)
+    return f"the keys {', '.join(key.fields)}" if key.model is not None else key.words

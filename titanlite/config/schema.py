@@ -37,7 +37,9 @@ class RunConfig(Section):
     deterministic: bool = Field(
         False, description="Bitwise repeatable kernels: deterministic algorithms, no TF32. On CPU costs nothing."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description='Where to compute. "auto": CUDA if there is any.')
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description='Where to compute. "auto": CUDA if there is any.'
+    )
 
 
 class RopeScalingConfig(Section):
@@ -95,7 +97,7 @@ class TokenizerConfig(Section):
 class SourceConfig(Section):
     path: str = Field(
         "embedded",
-        description='A folder of token shards, or a .txt file or a folder of them (one document a file). '
+        description="A folder of token shards, or a .txt file or a folder of them (one document a file). "
         '"embedded": the Python source of the installed sympy.',
     )
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Share of samples, relative to the other sources.")
@@ -103,7 +105,10 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     sources: tuple[SourceConfig, ...] = Field(
-        (SourceConfig(),), min_length=1, strict=False, description="Where the tokens come from: [[data.sources]] tables."
+        (SourceConfig(),),
+        min_length=1,
+        strict=False,
+        description="Where the tokens come from: [[data.sources]] tables.",
     )
     epochs: NonNegative = Field(
         0, description="The run ends before any source would be read more often than this. 0: no limit."
@@ -117,12 +122,16 @@ class DataConfig(Section):
 
 class TrainingConfig(Section):
     seq_len: Positive = Field(description="Tokens of a sample.")
-    global_batch_size: Positive = Field(description="Samples of an optimizer step, over all ranks.")
+    global_batch_size: Annotated[int, Field(gt=0, lt=2**31)] = Field(
+        description="Samples of an optimizer step, over all ranks."
+    )
     local_batch_size: Positive = Field(
         1, description="Most samples a rank puts through one forward pass; the rest is accumulated."
     )
     steps: Positive = Field(description="Optimizer steps after which the run is finished.")
-    max_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient norm is clipped to this. 0: no clipping.")
+    max_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Gradient norm is clipped to this. 0: no clipping."
+    )
     mixed_precision_param: Dtype = Field("bfloat16", description="Dtype of activations and of weights in matmuls.")
     mixed_precision_reduce: Dtype = Field("float32", description="Dtype in which gradients are summed over ranks.")
     loss_chunk_tokens: NonNegative = Field(
@@ -195,8 +204,9 @@ class CheckpointConfig(Section):
 
 class ValidationConfig(Section):
     enable: bool = Field(False, description="Measure the loss on held-out documents.")
-    freq: Positive = Field(100, description="Steps between two validation passes; also before the first step's end "
-                           "and at the last step.")
+    freq: Positive = Field(
+        100, description="Steps between two validation passes; also before the first step's end and at the last step."
+    )
     samples: NonNegative = Field(64, description="Held-out samples of a pass, always the same. 0: all of them.")
 
 

@@ -1,0 +1,256 @@
+"""Rules over several keys, over this machine, and warnings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.check import NOT_AVAILABLE, machine_problems, static_problems, warnings
+from titanlite.config.load import Loaded, load
+
+from .conftest import Write
+
+Make = Callable[..., Loaded]
+
+
+def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
+    for world in (None, 1, 2, 3, 4):
+        assert static_problems(make(), world) == []
+        assert warnings(make(), world) == []
+    assert machine_problems(make(), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["--parallelism.tp=2"], "parallelism.tp", "got 2; allowed: 1: this form of parallelism is not available yet"),
+        (["--parallelism.dp_shard=0"], "parallelism.dp_shard", "-1, or an integer > 0"),
+        (["--model.dim=66"], "model.dim", "a multiple of model.n_heads = 4, or model.head_dim set"),
+        (["--model.dim=60"], "model.dim", "got 60, which makes heads of 15; allowed: an even head width"),
+        (["--model.head_dim=7"], "model.head_dim", "got 7; allowed: an even head width"),
+        (["--model.n_kv_heads=3"], "model.n_kv_heads", "got 3; allowed: a divisor of model.n_heads = 4"),
+        (["--model.n_kv_heads=8"], "model.n_kv_heads", "a divisor of model.n_heads = 4"),
+        (
+            ["--model.rope_scaling.factor=8", "--model.rope_scaling.high_freq_factor=1"],
+            "model.rope_scaling.high_freq_factor",
+            "more than low_freq_factor = 1.0",
+        ),
+        (["--lr_scheduler.warmup_steps=11"], "lr_scheduler.warmup_steps", "at most lr_scheduler.total_steps = 10"),
+        (["--model.vocab_size=4095"], "model.vocab_size", "at least 4096, the size of the embedded tokenizer"),
+        (
+            ["--validation.enable", "--data.validation_fraction=0"],
+            "data.validation_fraction",
+            "more than 0 while validation.enable is true",
+        ),
+        (["--data.cache_dir=outputs/run"], "data.cache_dir", "another folder than the run's, outputs/run"),
+        (["--run.name=cache"], "data.cache_dir", "another folder than the run's, outputs/cache"),
+        (["--tokenizer.path="], "tokenizer.path", "text that is not empty"),
+        (["--data.sources=[{path=''}]"], "data.sources.0.path", "text that is not empty"),
+        (["--data.sources=[{path='a'}, {path='./a/'}]"], "data.sources.1.path", "data.sources.0 is the same"),
+        (["--data.sources=[{}, {}]"], "data.sources.1.path", "data.sources.0 is the same"),
+        (
+            ["--data.sources=[{weight=2000}, {path='a', weight=1}]"],
+            "data.sources.1.weight",
+            "fix: raise it to 1.95503 or more",
+        ),
+        (["--data.sources=[{weight=1e308}, {path='a', weight=1e308}]"], "data.sources", "weights with a finite sum"),
+    ],
+)
+def test_rule(make: Make, overrides: list[str], key: str, words: str) -> None:
+    loaded = make(*overrides)
+    (problem,) = static_problems(loaded, None)
+    assert problem.key == key and words in str(problem)
+    assert problem.where in ("command line", "default", "run.toml")
+
+
+def test_legal_edges(make: Make) -> None:
+    for overrides in (
+        ["--lr_scheduler.warmup_steps=10"],
+        ["--data.sources=[{weight=1023}, {path='a', weight=1}]"],
+        ["--data.sources=[{weight=0.1}, {path='a', weight=0.1}, {path='b', weight=0.1}]"],
+        ["--data.validation_fraction=0"],
+        ["--model.dim=66", "--model.head_dim=16"],
+        ["--model.rope_scaling.high_freq_factor=1"],
+        ["--model.vocab_size=300", "--tokenizer.path=small.model"],
+    ):
+        assert static_problems(make(*overrides), 2) == []
+
+
+def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
+    assert NOT_AVAILABLE == ("tp", "pp", "cp", "ep")
+    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 16)
+    assert [problem.key for problem in problems] == [f"parallelism.{name}" for name in NOT_AVAILABLE]
+
+
+def test_rules_of_the_world(make: Make) -> None:
+    (problem,) = static_problems(make("--training.global_batch_size=10"), 4)
+    assert (problem.where, problem.key) == ("command line", "training.global_batch_size")
+    assert "set it to 8 or 12" in problem.fix
+    (problem,) = static_problems(make("--parallelism.dp_shard=3"), 4)
+    assert (problem.where, problem.key) == ("command line", "parallelism")
+    (problem,) = static_problems(make("--parallelism.dp_shard=0"), 4)
+    assert problem.where == "command line"
+    assert static_problems(make("--training.global_batch_size=10"), None) == []
+    (problem,) = static_problems(make("--training.global_batch_size=10", "--parallelism.dp_shard=4"), None)
+    assert problem.key == "training.global_batch_size"  # the degrees tell the world
+
+
+def test_all_rules_report_at_once(make: Make) -> None:
+    loaded = make("--parallelism.tp=2", "--model.n_kv_heads=3", "--lr_scheduler.warmup_steps=11", "--model.head_dim=3")
+    problems = static_problems(loaded, 1)
+    keys = ["parallelism.tp", "model.head_dim", "model.n_kv_heads", "lr_scheduler.warmup_steps", "parallelism"]
+    assert [problem.key for problem in problems] == keys
+
+
+# --- machine ---
+
+
+def test_device(make: Make) -> None:
+    (problem,) = machine_problems(make("--run.device=cuda"), 0)
+    assert problem.key == "run.device" and "shows no CUDA GPU" in problem.allowed
+    assert machine_problems(make("--run.device=cuda"), 1, nproc=1) == []
+    for device in ("auto", "cuda"):
+        (problem,) = machine_problems(make(f"--run.device={device}"), 1, nproc=2)
+        assert (problem.key, problem.got) == ("processes", "2") and "shows 1" in problem.allowed
+    assert machine_problems(make("--run.device=cpu"), 1, nproc=2) == []
+    assert machine_problems(make(), 0, nproc=2) == []
+
+
+def test_source_files(make: Make, write: Write, tmp_path: Path) -> None:
+    write("text", "texts.txt", minimal=False)
+    write("text", "TEXTS.TXT", minimal=False)
+    write("x", "data.bin", minimal=False)
+    for folder in ("empty", "deep/er", "shards", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+    write("x", "deep/er/a.txt", minimal=False)
+    write("{}", "shards/meta.json", minimal=False)
+    write("x", "other/a.md", minimal=False)
+
+    def found(path: str) -> str:
+        problems = machine_problems(make(f"--data.sources=[{{path='{path}'}}]"), 0)
+        assert [problem.key for problem in problems] in ([], ["data.sources.0.path"])
+        return "\n".join(map(str, problems))
+
+    assert [found(path) for path in ("texts.txt", "TEXTS.TXT", "deep", "deep/er", "shards")] == [""] * 5
+    assert "did you mean texts.txt?" in found("text.txt")
+    assert "there is no folder" in found("nowhere/text.txt")
+    assert "a .txt file, a folder of them" in found("data.bin")
+    assert "this folder has neither" in found("empty") and "this folder has neither" in found("other")
+    both = make("--data.sources=[{path='no'}, {path='neither'}]", "--tokenizer.path=nor")
+    keys = [problem.key for problem in machine_problems(both, 0)]
+    assert keys == ["data.sources.0.path", "data.sources.1.path", "tokenizer.path"]
+
+
+def test_tokenizer_file(make: Make, write: Write, tmp_path: Path) -> None:
+    write("x", "my.model", minimal=False)
+    (tmp_path / "folder").mkdir()
+    assert machine_problems(make("--tokenizer.path=my.model"), 0) == []
+    for path, words in (("mi.model", "did you mean my.model?"), ("folder", "this is a folder"), ("qq/x", "no folder")):
+        (problem,) = machine_problems(make(f"--tokenizer.path={path}"), 0)
+        assert problem.key == "tokenizer.path" and words in problem.fix
+
+
+def test_folders_that_cannot_be_made(make: Make, write: Write, tmp_path: Path) -> None:
+    write("x", "file", minimal=False)
+    (tmp_path / "link").symlink_to("nowhere")
+    for value, words in (("file/deeper/out", f"{tmp_path}/file is a file"), ("link", "is a link to nowhere")):
+        (problem,) = machine_problems(make(f"--run.output_dir={value}"), 0)
+        assert problem.key == "run.output_dir" and words in problem.fix
+        (problem,) = machine_problems(make(f"--data.cache_dir={value}"), 0)
+        assert problem.key == "data.cache_dir" and words in problem.fix
+    (tmp_path / "outputs").mkdir()
+    write("x", "outputs/run", minimal=False)  # a file where the run folder would be
+    (problem,) = machine_problems(make(), 0)
+    assert problem.key == "run.output_dir" and "outputs/run is a file" in problem.fix
+    assert machine_problems(make("--run.output_dir=new/deep", "--data.cache_dir=."), 0) == []
+    assert not (tmp_path / "new").exists()  # checking makes nothing
+
+
+def test_folder_without_permission(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = make("--run.output_dir=locked")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    problems = machine_problems(loaded, 0)
+    assert [problem.key for problem in problems] == ["run.output_dir", "data.cache_dir"]
+    assert all("cannot be written" in problem.fix for problem in problems)
+
+
+def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
+    good = tmp_path / "outputs/old/checkpoints/step-00000010"
+    good.mkdir(parents=True)
+    step = "outputs/old/checkpoints/step-00000010"
+    (problem,) = machine_problems(make(f"--checkpoint.resume={step}"), 0)
+    assert "a committed checkpoint" in problem.allowed and "checkpoints/step-N" in problem.fix
+    (good / "manifest.json").write_text("{}")
+    assert machine_problems(make(f"--checkpoint.resume={step}"), 0) == []
+    (problem,) = machine_problems(make("--checkpoint.resume=outputs/old"), 0)
+    assert problem.fix == f"did you mean {step}?"
+    (problem,) = machine_problems(make(f"--checkpoint.resume={step[:-1]}"), 0)
+    assert problem.fix == f"did you mean {step}?"
+    (problem,) = machine_problems(make("--checkpoint.resume=run.toml"), 0)
+    assert problem.fix == "run.toml is a file"
+    (problem,) = machine_problems(make("--checkpoint.resume=atuo"), 0)
+    assert '"auto", "never" or the path' in problem.allowed
+    assert machine_problems(make("--checkpoint.resume=nowhere", "--checkpoint.enable=false"), 0) == []
+
+
+# --- warnings ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "words"),
+    [
+        (["--parallelism.zero_stage=2"], 1, "zero_stage = 2: ignored, one process shards nothing"),
+        (["--parallelism.zero_stage=2", "--parallelism.dp_replicate=2"], 2, "ignored, whole replicas"),
+        (["--training.local_batch_size=5"], 1, "local_batch_size = 5: 4 is used"),
+        (["--training.mixed_precision_reduce=bfloat16"], 1, "mixed_precision_reduce: ignored"),
+        (["--training.steps=11"], 1, "training.steps = 11 goes past lr_scheduler.total_steps = 10"),
+        (["--lr_scheduler.decay_ratio=0.9", "--lr_scheduler.warmup_steps=2"], 1, "asks for 9 steps of decay, but"),
+        (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.decay_type=sqrt"], 1, "decay_type: ignored"),
+        (["--model.rope_scaling.low_freq_factor=2"], 1, "model.rope_scaling.low_freq_factor: ignored while"),
+        (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
+        (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
+    ],
+)
+def test_warning(make: Make, overrides: list[str], world: int, words: str) -> None:
+    (warning,) = warnings(make(*overrides), world)
+    assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        (["--parallelism.zero_stage=2"], 2),
+        (["--parallelism.zero_stage=auto"], 1),
+        (["--training.local_batch_size=50"], 1),  # a maximum above the share is no surprise
+        (["--training.mixed_precision_reduce=bfloat16"], 2),
+        (["--lr_scheduler.warmup_steps=2"], 1),  # decay_ratio 1 means what warmup leaves
+        (["--lr_scheduler.decay_ratio=0.8", "--lr_scheduler.warmup_steps=2"], 1),
+        (["--checkpoint.enable=false"], 1),
+        (["--parallelism.dp_shard=3"], 4),  # refused; not the warnings' concern
+    ],
+)
+def test_no_warning(make: Make, overrides: list[str], world: int) -> None:
+    assert warnings(make(*overrides), world) == []
+
+
+def test_section_switched_off_on_the_command_line_is_no_mistake(write: Write) -> None:
+    write("[validation]\nenable = true\nfreq = 5\n")
+    assert warnings(load("run.toml", ["--validation.enable=false"]), 1) == []
+    write("[validation]\nenable = false\nfreq = 5\n")
+    assert "validation.freq: ignored" in warnings(load("run.toml"), 1)[0]
+
+
+def test_embedded_text_in_a_large_model_is_said_loudly() -> None:
+    (warning,) = warnings(load("llama_8b"), 8)
+    assert warning.startswith("THIS RUN DOES NOT TRAIN ON REAL DATA")
+    assert "tokenizer.path = " in warning and "data.sources = " in warning
+    tokenizer, source = "--tokenizer.path=a.model", "--data.sources=[{path='texts'}]"
+    (warning,) = warnings(load("llama_8b", [tokenizer]), 8)
+    assert "data.sources = " in warning and "tokenizer.path = " not in warning
+    (warning,) = warnings(load("llama_8b", [source]), 8)
+    assert "tokenizer.path = " in warning and "data.sources = " not in warning
+    assert warnings(load("llama_8b", [tokenizer, source]), 8) == []
+    assert warnings(load("llama_debug"), 2) == []

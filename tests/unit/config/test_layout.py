@@ -1,0 +1,213 @@
+"""Degrees -> shapes, shares of a step, parameter counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from titanlite.config.layout import (
+    BatchPlan,
+    Layout,
+    divisors,
+    fixed_world_size,
+    parameter_counts,
+    plan_batch,
+    resolve_layout,
+    resolve_zero_stage,
+)
+from titanlite.config.load import Loaded, load
+from titanlite.config.problems import InputError, Problem
+from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
+
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+
+
+def _layout(world: int, **degrees: Any) -> Layout:
+    return resolve_layout(ParallelismConfig(**degrees), world)
+
+
+def _refusal(call: Callable[..., object], *args: Any, **named: Any) -> Problem:
+    with pytest.raises(InputError) as caught:
+        call(*args, **named)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("degrees", "data", "dense", "sparse"),
+    [
+        # (dp_replicate, dp_shard, tp, pp, cp, ep), then (pp, batch, cp, tp), (pp, replicate, fsdp, tp), (…, efsdp, ep)
+        ((1, 8, 1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 8, 1)),
+        ((8, 1, 1, 1, 1, 1), (1, 8, 1, 1), (1, 8, 1, 1), (1, 8, 1, 1)),
+        ((2, 4, 1, 1, 1, 1), (1, 8, 1, 1), (1, 2, 4, 1), (1, 2, 4, 1)),
+        ((1, 2, 2, 2, 1, 1), (2, 2, 1, 2), (2, 1, 2, 2), (2, 1, 4, 1)),
+        ((1, 2, 2, 1, 2, 1), (1, 2, 2, 2), (1, 1, 4, 2), (1, 1, 8, 1)),
+        ((1, 2, 2, 1, 2, 8), (1, 2, 2, 2), (1, 1, 4, 2), (1, 1, 1, 8)),
+        ((1, 8, 1, 1, 1, 4), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 2, 4)),
+        ((2, 2, 2, 1, 1, 2), (1, 4, 1, 2), (1, 2, 2, 2), (1, 2, 2, 2)),
+        ((1, 1, 2, 2, 2, 4), (2, 1, 2, 2), (2, 1, 2, 2), (2, 1, 1, 4)),
+        ((2, 1, 1, 2, 2, 2), (2, 2, 2, 1), (2, 2, 2, 1), (2, 2, 1, 2)),
+    ],
+)
+def test_shapes_of_eight_ranks(
+    degrees: tuple[int, ...], data: tuple[int, ...], dense: tuple[int, ...], sparse: tuple[int, ...]
+) -> None:
+    layout = _layout(8, **dict(zip(DEGREES, degrees, strict=True)))
+    assert layout.data_shape == dict(zip(("pp", "batch", "cp", "tp"), data, strict=True))
+    assert layout.dense_shape == dict(zip(("pp", "dp_replicate", "fsdp", "tp"), dense, strict=True))
+    assert layout.sparse_shape == dict(zip(("pp", "dp_replicate", "efsdp", "ep"), sparse, strict=True))
+    assert list(layout.data_shape) == ["pp", "batch", "cp", "tp"]  # outermost first
+    assert list(layout.dense_shape) == ["pp", "dp_replicate", "fsdp", "tp"]
+    assert list(layout.sparse_shape) == ["pp", "dp_replicate", "efsdp", "ep"]
+
+
+def test_every_view_of_every_layout_covers_the_world() -> None:
+    seen = 0
+    for world in (1, 2, 6, 8, 12):
+        for replicate in divisors(world):
+            for tp in divisors(world // replicate):
+                for pp in divisors(world // replicate // tp):
+                    for cp in divisors(world // replicate // tp // pp):
+                        expert_ranks = world // replicate // pp
+                        for ep in range(1, expert_ranks + 2):
+                            degrees = {"dp_replicate": replicate, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+                            if expert_ranks % ep:
+                                assert _refusal(_layout, world, **degrees).key == "parallelism.ep"
+                                continue
+                            layout = _layout(world, **degrees)
+                            assert layout.dp_shard == world // (replicate * tp * pp * cp)
+                            for shape in (layout.data_shape, layout.dense_shape, layout.sparse_shape):
+                                assert math.prod(shape.values()) == world
+                            assert layout.efsdp * layout.ep == layout.dp_shard * layout.cp * layout.tp
+                            assert layout == _layout(world, **degrees, dp_shard=layout.dp_shard)
+                            seen += 1
+    assert seen > 200
+
+
+def test_dp_shard_takes_what_is_left() -> None:
+    assert _layout(12, dp_replicate=2, tp=3).dp_shard == 2
+    assert _layout(1).dp_shard == 1
+    assert fixed_world_size(ParallelismConfig(dp_replicate=2, tp=3)) is None
+    assert fixed_world_size(ParallelismConfig(dp_replicate=2, dp_shard=4, tp=3, pp=5, cp=7, ep=2)) == 840
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "key", "words"),
+    [
+        (4, {"dp_shard": 0}, "parallelism.dp_shard", ("-1, or an integer > 0",)),
+        (8, {"dp_replicate": 3}, "parallelism", ("= 3 does not divide", "run 6 or 9 processes")),
+        (2, {"dp_replicate": 4}, "parallelism", ("run 4 processes",)),
+        (4, {"dp_shard": 2}, "parallelism", ("4 processes for", "= 2;", "run 2 processes", "dp_shard = -1")),
+        (1, {"dp_shard": 2, "dp_replicate": 2}, "parallelism", ("run 4 processes",)),
+        (8, {"ep": 3}, "parallelism.ep", ("a divisor of dp_shard x cp x tp = 8", "nearest are 2 or 4")),
+        (8, {"dp_replicate": 8, "dp_shard": 1, "ep": 2}, "parallelism.ep", ("= 1", "nearest are 1")),
+    ],
+)
+def test_degrees_that_do_not_fit_the_world(
+    world: int, degrees: dict[str, int], key: str, words: tuple[str, ...]
+) -> None:
+    problem = _refusal(_layout, world, **degrees)
+    assert problem.key == key
+    assert all(word in str(problem) for word in words), str(problem)
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "ddp"),
+    [
+        (1, {}, False),
+        (2, {"dp_replicate": 2, "dp_shard": 1}, True),
+        (2, {"dp_replicate": 2}, True),
+        (4, {"dp_replicate": 2}, False),
+        (2, {}, False),
+        (4, {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, False),
+        (4, {"dp_replicate": 2, "dp_shard": 1, "pp": 2}, False),
+    ],
+)
+def test_ddp_is_for_replicas_and_nothing_else(world: int, degrees: dict[str, int], ddp: bool) -> None:
+    assert _layout(world, **degrees).uses_ddp is ddp
+
+
+def test_zero_stage_auto() -> None:
+    assert [resolve_zero_stage(ParallelismConfig(zero_stage=stage), _layout(2)) for stage in ("auto", 1, 2, 3)] == [
+        *(3, 1, 2, 3)
+    ]
+    assert resolve_zero_stage(ParallelismConfig(), _layout(2, pp=2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "world", "most", "plan"),
+    [
+        (24, 1, 12, (24, 12, 2)),
+        (24, 2, 8, (12, 6, 2)),
+        (24, 4, 8, (6, 6, 1)),
+        (7, 1, 4, (7, 1, 7)),
+        (7, 7, 4, (1, 1, 1)),
+        (2**31 - 1, 1, 2**62, (2**31 - 1, 2**31 - 1, 1)),
+    ],
+)
+def test_batch_plan_takes_the_largest_divisor(total: int, world: int, most: int, plan: tuple[int, ...]) -> None:
+    training = TrainingConfig(seq_len=8, global_batch_size=total, local_batch_size=most, steps=1)
+    assert plan_batch(training, _layout(world)) == BatchPlan(*plan)
+
+
+def test_batch_is_split_over_data_parallel_ranks_only() -> None:
+    training = TrainingConfig(seq_len=8, global_batch_size=6, steps=1)
+    assert plan_batch(training, _layout(8, dp_replicate=2, dp_shard=1, tp=2, cp=2)).rank_samples == 3
+
+
+def test_uneven_share_is_refused_with_the_nearest_values() -> None:
+    training = TrainingConfig(seq_len=8, global_batch_size=10, steps=1)
+    problem = _refusal(plan_batch, training, _layout(4))
+    assert (problem.key, problem.got) == ("training.global_batch_size", "10")
+    assert "a multiple of dp_replicate x dp_shard = 4" in problem.allowed
+    assert problem.fix == "set it to 8 or 12, or change dp_replicate x dp_shard to 2 or 5"
+    training = TrainingConfig(seq_len=8, global_batch_size=2, steps=1)
+    assert "set it to 4, or" in _refusal(plan_batch, training, _layout(4)).fix
+
+
+def test_divisors() -> None:
+    for n in range(1, 200):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("smollm_135m", 134_515_008),
+        ("llama_1b", 1_235_814_400),
+        ("llama_8b", 8_030_261_248),
+        ("llama_70b", 70_553_706_496),
+        ("llama_405b", 405_853_388_800),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name: str, total: int) -> None:
+    assert parameter_counts(load(name).config.model).total == total
+
+
+def test_parameter_counts_by_hand() -> None:
+    dims: dict[str, Any] = {
+        "vocab_size": 10,
+        "dim": 6,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "ffn_dim": 5,
+        "head_dim": 4,
+    }
+    layer = 6 * 8 + 2 * 6 * 4 + 8 * 6 + 3 * 6 * 5  # q, k and v, o, MLP
+    counts = parameter_counts(ModelConfig(**dims))
+    assert (counts.embedding, counts.output, counts.norms) == (60, 60, 2 * 2 * 6 + 6)
+    assert (counts.matmul, counts.total) == (2 * layer + 60, 2 * layer + 120 + 30)
+    tied = parameter_counts(ModelConfig(**dims, tie_word_embeddings=True, qk_norm=True))
+    assert (tied.output, tied.matmul) == (0, counts.matmul)  # the tied output multiplies all the same
+    assert tied.total == counts.total - 60 + 2 * 2 * 4  # and each head's norms, of width head_dim
+
+
+def test_padded_vocabulary_and_head_dim(make: Callable[..., Loaded]) -> None:
+    model = make("--model.vocab_size=4097").config.model
+    assert (model.padded_vocab_size, model.resolved_head_dim) == (4224, 16)
+    model = make("--model.vocab_pad_multiple=1", "--model.head_dim=32").config.model
+    assert (model.padded_vocab_size, model.resolved_head_dim) == (4096, 32)

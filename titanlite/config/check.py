@@ -1,0 +1,354 @@
+"""Rules that need more than one key, and what this machine must have for a run: lists of problems. Torch-free.
+
+load() has already refused unknown keys and wrong types. Nothing here raises: the caller adds the lists up and reports
+all of it at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.keys import KEYS, nearest, shown
+from titanlite.config.layout import Layout, fixed_world_size, plan_batch, resolve_layout
+from titanlite.config.load import Loaded
+from titanlite.config.problems import InputError, Problem
+from titanlite.config.validate import COMMAND_LINE, DEFAULT
+
+EMBEDDED = "embedded"
+EMBEDDED_VOCAB_SIZE = 4096
+BLOCK = 1024  # samples in which the sources' shares are kept: data/order.py
+NOT_AVAILABLE = ("tp", "pp", "cp", "ep")  # degrees that cannot be above 1 yet
+
+Rule = Callable[[Loaded], list[Problem]]
+
+
+def static_problems(loaded: Loaded, world_size: int | None) -> list[Problem]:
+    """What is wrong with the run itself. world_size None: not known, and only rules that need none are applied."""
+    problems = [problem for rule in RULES for problem in rule(loaded)]
+    parallelism = loaded.config.parallelism
+    world = world_size if world_size is not None else fixed_world_size(parallelism)
+    if parallelism.dp_shard == 0:
+        world = world or 1  # any: the layout refuses it
+    if world is None:
+        return problems
+    try:
+        plan_batch(loaded.config.training, resolve_layout(parallelism, world))
+    except InputError as error:
+        problems += [replace(problem, where=loaded.origin(problem.key)) for problem in error.problems]
+    return problems
+
+
+def _problem(loaded: Loaded, key: str, allowed: str, fix: str, got: str | None = None) -> Problem:
+    return Problem(loaded.origin(key), key, shown(_value(loaded, key)) if got is None else got, allowed, fix)
+
+
+def _value(loaded: Loaded, key: str) -> Any:
+    value: Any = loaded.config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# --- static rules ---
+
+
+def _available_degrees(loaded: Loaded) -> list[Problem]:
+    return [
+        _problem(loaded, f"parallelism.{name}", "1: this form of parallelism is not available yet", "remove the key")
+        for name in NOT_AVAILABLE
+        if getattr(loaded.config.parallelism, name) > 1
+    ]
+
+
+def _empty_texts(loaded: Loaded) -> list[Problem]:
+    keys = [name for name, key in KEYS.items() if key.kind == "text" and not key.in_list and name != "run.name"]
+    empty = [key for key in keys if not _value(loaded, key)]
+    empty += [f"data.sources.{i}.path" for i, source in enumerate(loaded.config.data.sources) if not source.path]
+    return [_problem(loaded, key, "text that is not empty", "remove the key for its default", '""') for key in empty]
+
+
+def _heads(loaded: Loaded) -> list[Problem]:
+    model = loaded.config.model
+    problems = []
+    if model.head_dim == 0 and model.dim % model.n_heads:
+        allowed = f"a multiple of model.n_heads = {model.n_heads}, or model.head_dim set"
+        problems.append(_problem(loaded, "model.dim", allowed, "set model.head_dim, or change dim or n_heads"))
+    elif model.resolved_head_dim % 2:
+        key = "model.head_dim" if model.head_dim else "model.dim"
+        what = str(model.head_dim) if model.head_dim else f"{model.dim}, which makes heads of {model.resolved_head_dim}"
+        problems.append(_problem(loaded, key, "an even head width (RoPE turns pairs)", "change it or n_heads", what))
+    if model.n_heads % model.n_kv_heads:
+        allowed = f"a divisor of model.n_heads = {model.n_heads}"
+        problems.append(_problem(loaded, "model.n_kv_heads", allowed, "each serves n_heads / n_kv_heads query heads"))
+    return problems
+
+
+def _rope_scaling(loaded: Loaded) -> list[Problem]:
+    scaling = loaded.config.model.rope_scaling
+    if scaling.factor == 1 or scaling.low_freq_factor < scaling.high_freq_factor:
+        return []
+    allowed = f"more than low_freq_factor = {scaling.low_freq_factor}"
+    return [_problem(loaded, "model.rope_scaling.high_freq_factor", allowed, "Llama 3.1 has 1.0 and 4.0")]
+
+
+def _schedule(loaded: Loaded) -> list[Problem]:
+    schedule = loaded.config.lr_scheduler
+    if schedule.warmup_steps <= schedule.total_steps:
+        return []
+    allowed = f"at most lr_scheduler.total_steps = {schedule.total_steps}"
+    fix = "shorten the warmup or lengthen the schedule"
+    return [_problem(loaded, "lr_scheduler.warmup_steps", allowed, fix)]
+
+
+def _tokenizer(loaded: Loaded) -> list[Problem]:
+    config = loaded.config
+    if config.tokenizer.path != EMBEDDED or config.model.vocab_size >= EMBEDDED_VOCAB_SIZE:
+        return []
+    allowed = f"at least {EMBEDDED_VOCAB_SIZE}, the size of the embedded tokenizer"
+    return [_problem(loaded, "model.vocab_size", allowed, "raise it, or set tokenizer.path to a smaller tokenizer")]
+
+
+def _sources(loaded: Loaded) -> list[Problem]:
+    sources = loaded.config.data.sources
+    problems = []
+    first: dict[str, int] = {}
+    for i, source in enumerate(sources):
+        place = EMBEDDED if source.path == EMBEDDED else os.path.realpath(source.path)
+        if place in first:
+            allowed = f"a path of its own (data.sources.{first[place]} is the same)"
+            fix = "give the path once, with the sum of the weights"
+            problems.append(_problem(loaded, f"data.sources.{i}.path", allowed, fix, shown(source.path)))
+        first.setdefault(place, i)
+    if sum(source.weight for source in sources) == float("inf"):
+        fix = "weights are relative: divide all of them"
+        return [*problems, _problem(loaded, "data.sources", "weights with a finite sum", fix, "weights too large")]
+    weights = [Fraction(source.weight) for source in sources]  # exact
+    for i, weight in enumerate(weights):
+        if weight * BLOCK < sum(weights):
+            least = float(sum(weights) - weight) / (BLOCK - 1)
+            allowed = f"at least 1/{BLOCK} of the sum of all weights, one sample in a block of {BLOCK}"
+            fix = f"raise it to {least:.6g} or more, or remove the source"
+            problems.append(_problem(loaded, f"data.sources.{i}.weight", allowed, fix, shown(sources[i].weight)))
+    return problems
+
+
+def _validation(loaded: Loaded) -> list[Problem]:
+    config = loaded.config
+    if not config.validation.enable or config.data.validation_fraction > 0:
+        return []
+    fix = "hold documents out, or set validation.enable = false"
+    return [_problem(loaded, "data.validation_fraction", "more than 0 while validation.enable is true", fix)]
+
+
+def _folders(loaded: Loaded) -> list[Problem]:
+    config = loaded.config
+    if os.path.realpath(run_folder(loaded)) != os.path.realpath(config.data.cache_dir):
+        return []
+    allowed = f"another folder than the run's, {run_folder(loaded)}"
+    return [_problem(loaded, "data.cache_dir", allowed, "change data.cache_dir or run.name")]
+
+
+RULES: tuple[Rule, ...] = (
+    _available_degrees,
+    _empty_texts,
+    _heads,
+    _rope_scaling,
+    _schedule,
+    _tokenizer,
+    _sources,
+    _validation,
+    _folders,
+)
+
+
+def run_folder(loaded: Loaded) -> Path:
+    return Path(loaded.config.run.output_dir, loaded.config.run.name)
+
+
+# --- this machine ---
+
+
+def machine_problems(loaded: Loaded, gpus: int, nproc: int | None = None) -> list[Problem]:
+    """What this machine lacks. gpus: CUDA devices it has; nproc: processes to start on it, when known."""
+    config = loaded.config
+    problems = _device(loaded, gpus, nproc)
+    for i, source in enumerate(config.data.sources):
+        if source.path and source.path != EMBEDDED:
+            problems += _source_files(loaded, f"data.sources.{i}.path", source.path)
+    if config.tokenizer.path and config.tokenizer.path != EMBEDDED:
+        problems += _file(loaded, "tokenizer.path", config.tokenizer.path, "a sentencepiece .model file")
+    for key, folder in (("run.output_dir", run_folder(loaded)), ("data.cache_dir", Path(config.data.cache_dir))):
+        obstacle = _cannot_write(folder)
+        if obstacle and str(folder) not in ("", "."):
+            problems.append(_problem(loaded, key, "a folder that can be made and written", obstacle))
+    if config.checkpoint.enable:
+        problems += _resume(loaded)
+    return problems
+
+
+def _device(loaded: Loaded, gpus: int, nproc: int | None) -> list[Problem]:
+    device = loaded.config.run.device
+    if device == "cuda" and gpus == 0:
+        fix = "set run.device to auto or cpu, or check the GPU driver and CUDA_VISIBLE_DEVICES"
+        return [_problem(loaded, "run.device", '"auto" or "cpu": this machine shows no CUDA GPU', fix)]
+    if device != "cpu" and nproc is not None and 0 < gpus < nproc:
+        allowed = f"at most one process a GPU, and this machine shows {gpus}"
+        fix = f"run {gpus} here, or set run.device to cpu"
+        return [Problem("", "processes", str(nproc), allowed, fix)]
+    return []
+
+
+def _source_files(loaded: Loaded, key: str, path: str) -> list[Problem]:
+    if os.path.isdir(path):
+        if not os.access(path, os.R_OK | os.X_OK):
+            return [_problem(loaded, key, "a folder that can be read", "change its permissions", shown(path))]
+        if os.path.isfile(os.path.join(path, "meta.json")) or any(
+            p.suffix.lower() == ".txt" for p in Path(path).rglob("*")
+        ):
+            return []
+        allowed = "a folder of .txt files, or of token shards with their meta.json"
+        return [_problem(loaded, key, allowed, "this folder has neither", shown(path))]
+    if os.path.exists(path) and not path.lower().endswith(".txt"):
+        allowed = "a .txt file, a folder of them, or a folder of token shards"
+        return [_problem(loaded, key, allowed, "rename the file, or give its folder", shown(path))]
+    return _file(loaded, key, path, "a .txt file or a folder that exists")
+
+
+def _file(loaded: Loaded, key: str, path: str, allowed: str) -> list[Problem]:
+    if os.path.isfile(path) and os.access(path, os.R_OK):
+        return []
+    if os.path.exists(path):
+        fix = "this is a folder" if os.path.isdir(path) else "this file cannot be read"
+        return [_problem(loaded, key, allowed, fix, shown(path))]
+    return [_problem(loaded, key, allowed, _not_there(path), shown(path))]
+
+
+def _not_there(path: str) -> str:
+    """Why a path is not there, and the nearest one that is."""
+    parent, name = os.path.split(os.path.normpath(path))
+    if not os.path.isdir(parent or "."):
+        return f"there is no folder {os.path.abspath(parent)}"
+    close = nearest(name, os.listdir(parent or ".")) if os.access(parent or ".", os.R_OK) else None
+    return f"did you mean {os.path.join(parent, close)}?" if close else f"there is no {os.path.abspath(path)}"
+
+
+def _cannot_write(folder: Path) -> str | None:
+    """What keeps a folder from being made and written, if anything does: looks at its nearest parent that exists."""
+    place = Path(os.path.abspath(folder))
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is {'a file' if place.exists() else 'a link to nowhere'}"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{place} cannot be written"
+    return None
+
+
+def _resume(loaded: Loaded) -> list[Problem]:
+    resume = loaded.config.checkpoint.resume
+    if resume in ("auto", "never", ""):
+        return []
+    if not os.path.isdir(resume):
+        fix = f"{resume} is a file" if os.path.exists(resume) else _not_there(resume)
+        return [_problem(loaded, "checkpoint.resume", '"auto", "never" or the path of a step folder', fix)]
+    if os.path.isfile(os.path.join(resume, "manifest.json")):
+        return []
+    steps = sorted(str(manifest.parent) for manifest in Path(resume).glob("**/step-*/manifest.json"))
+    fix = f"did you mean {steps[-1]}?" if steps else "give a folder outputs/NAME/checkpoints/step-N"
+    return [_problem(loaded, "checkpoint.resume", "a committed checkpoint: a folder with a manifest.json", fix)]
+
+
+# --- warnings ---
+
+
+def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
+    """Settings that are legal but ignored, changed, or most likely not meant."""
+    config = loaded.config
+    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded)
+    scaling = [key for key in loaded.origins if key.startswith("model.rope_scaling.") and key[-7:] != ".factor"]
+    if scaling and config.model.rope_scaling.factor == 1:
+        found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
+    world = world_size if world_size is not None else fixed_world_size(config.parallelism)
+    try:
+        layout = resolve_layout(config.parallelism, world) if world else None
+    except InputError:
+        layout = None  # static_problems says so
+    return found if layout is None else found + _layout_warnings(loaded, layout)
+
+
+def _embedded(loaded: Loaded) -> list[str]:
+    config = loaded.config
+    if config.model.vocab_size < 4 * EMBEDDED_VOCAB_SIZE:
+        return []
+    lines = []
+    if config.tokenizer.path == EMBEDDED:
+        lines.append('tokenizer.path = "your.model"')
+    if any(source.path == EMBEDDED for source in config.data.sources):
+        lines.append('data.sources = [{ path = "your/texts" }]')
+    if not lines:
+        return []
+    return [
+        f"THIS RUN DOES NOT TRAIN ON REAL DATA. Its model has {config.model.vocab_size} token ids, but it uses the "
+        f"embedded text (the Python source of sympy, 16.6 MB) or its tokenizer of {EMBEDDED_VOCAB_SIZE} pieces: good "
+        f"for seeing that it runs, not for a model. Set: {' and '.join(lines)}."
+    ]
+
+
+def _switched_off(loaded: Loaded) -> list[str]:
+    """Keys given beside, or after, an enable = false that makes them idle."""
+    found = []
+    for section in ("checkpoint", "validation"):
+        if getattr(loaded.config, section).enable:
+            continue
+        off_by = loaded.origin(f"{section}.enable")
+        keys = [key for key in loaded.origins if key.startswith(f"{section}.") and key != f"{section}.enable"]
+        # Switching a section of the file off on the command line is no mistake.
+        idle = [key for key in keys if off_by != COMMAND_LINE or loaded.origin(key) == COMMAND_LINE]
+        if idle:
+            found.append(f"{', '.join(idle)}: ignored while {section}.enable is false.")
+    return found
+
+
+def _schedule_warnings(loaded: Loaded) -> list[str]:
+    schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
+    found = []
+    left = schedule.total_steps - schedule.warmup_steps
+    decay = round(schedule.decay_ratio * schedule.total_steps)
+    if schedule.decay_ratio < 1 and decay > left >= 0:
+        found.append(
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} asks for {decay} steps of decay, but warmup leaves "
+            f"{left}: the decay takes these {left}."
+        )
+    if steps > schedule.total_steps:
+        found.append(
+            f"training.steps = {steps} goes past lr_scheduler.total_steps = {schedule.total_steps}: from there the "
+            f"learning rate is {schedule.min_lr_factor} of the peak."
+        )
+    if schedule.decay_ratio == 0 and loaded.origin("lr_scheduler.decay_type") != DEFAULT:
+        found.append("lr_scheduler.decay_type: ignored while lr_scheduler.decay_ratio is 0.")
+    return found
+
+
+def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
+    config = loaded.config
+    found = []
+    if config.parallelism.zero_stage != "auto" and (layout.uses_ddp or layout.world_size == 1):
+        why = "whole replicas (dp_replicate alone)" if layout.uses_ddp else "one process"
+        found.append(f"parallelism.zero_stage = {config.parallelism.zero_stage}: ignored, {why} shards nothing.")
+    if config.training.mixed_precision_reduce != "float32" and layout.world_size == 1:
+        found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
+    try:
+        plan = plan_batch(config.training, layout)
+    except InputError:
+        return found
+    if plan.local_batch_size < min(config.training.local_batch_size, plan.rank_samples):
+        found.append(
+            f"training.local_batch_size = {config.training.local_batch_size}: {plan.local_batch_size} is used, the "
+            f"largest divisor of this layout's {plan.rank_samples} samples a rank."
+        )
+    return found
