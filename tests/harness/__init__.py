@@ -1,0 +1,1 @@
+"""Tools shared by the tests: worlds of processes, and training in them."""

@@ -1,0 +1,75 @@
+"""What happens to the gradients between backward and the optimizer: token scale, norm, clip, finite check.
+
+Backward leaves the gradients of the *sum* of token cross-entropies, summed over ranks. Nothing is written to them here:
+the division by the step's token count and the clipping are one number, `grad_scale`, that the fused optimizer divides
+by as it reads them. Everything stays on the device; the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+
+
+@dataclass(frozen=True)
+class GradientStats:
+    """Scalars on the device, float32, the same on all ranks.
+
+    norm:       2-norm of the gradient of the mean loss per token, before clipping
+    grad_scale: the gradients divided by this are the clipped gradient of the mean
+    found_inf:  1.0 when the norm is not finite (the update must be skipped), else 0.0
+    """
+
+    norm: torch.Tensor
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
+
+
+@torch.no_grad()
+def finish(parameters: Iterable[torch.nn.Parameter], tokens: torch.Tensor, max_norm: float) -> GradientStats:
+    """Measure the gradients and say how the optimizer must scale them. Collective.
+
+    parameters: all of the model, DTensors of any meshes and plain tensors mixed, each with its summed gradient
+    tokens:     scalar on the device, the number of valid targets of the step over all ranks
+    max_norm:   the norm of the mean's gradient is clipped to this; 0: no clipping
+    """
+    tokens = tokens.float()
+    norm = global_norm(parameters).float() / tokens
+    grad_scale = tokens
+    if max_norm > 0:
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that curves can be compared with other code.
+        grad_scale = tokens / (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return GradientStats(norm=norm, grad_scale=grad_scale, found_inf=(~torch.isfinite(norm)).float())
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """2-norm over all gradients, each element of the model counted once whatever holds it. float64 scalar. Collective.
+
+    Gradients are grouped by mesh and placements (get_total_norm refuses mixed ones). A group's local squares are
+    summed over the axes that shard it; a replicated axis holds copies, which are not counted again.
+    """
+    groups: dict[object, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None, "a parameter has no gradient"
+        if isinstance(gradient, DTensor):
+            assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not reduced"
+            groups.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
+        else:
+            groups.setdefault(None, []).append(gradient)
+    squares = []
+    for key, local_gradients in groups.items():
+        square = get_total_norm(local_gradients).double().square()
+        if isinstance(key, tuple):
+            mesh, placements = key
+            for axis, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    dist.all_reduce(square, group=mesh.get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()

@@ -1,0 +1,270 @@
+"""Bootstrap and teardown of the world of processes, and `Ranks`: all that the other rooms know of it.
+
+A process connects in one of three ways, which end in the same state: torchrun's environment variables, a store made by
+`spawn` (torch.multiprocessing + TCPStore, everything torchrun does spelled out), or, with neither, alone as a world of
+one. On CUDA the process groups carry both NCCL (device tensors) and Gloo (host tensors); on CPU Gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from titanlite.config.layout import Layout, resolve_layout
+from titanlite.config.problems import InputError, Problem
+from titanlite.config.schema import CommConfig, ParallelismConfig, RunConfig
+from titanlite.parallel.mesh import Meshes
+
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+LOCALHOST = "127.0.0.1"
+
+
+class Ranks:
+    """This process's place in the world, and the collectives that rooms outside parallel/ may use.
+
+    Every method that communicates must be called by all ranks, in the same order. Tensors are reduced on the device
+    they live on. In a world of one nothing is communicated.
+    """
+
+    def __init__(self, device: torch.device, layout: Layout, meshes: Meshes, comm: CommConfig) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = device
+        self.layout = layout
+        self.meshes = meshes
+        self.data_rank = meshes.batch.get_local_rank()  # which slice of each step's samples is this rank's ...
+        self.data_size = meshes.batch.size()  # ... of how many
+        self._comm = comm
+        self._gloo_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce over the world ("sum", "max" or "min"), in place; returns the tensor."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=REDUCE_OPS[op])
+        return tensor
+
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum, in place, over the ranks that hold different tokens; returns the tensor.
+
+        Ranks that hold the same tokens (tp, pp) are not counted twice.
+        """
+        if self.meshes.loss.size() > 1:
+            dist.all_reduce(tensor, group=self.meshes.loss.get_group())
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite the tensor with rank src's; returns it."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=src)
+        return tensor
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Rank src's object, pickled; the argument of the other ranks is ignored."""
+        if self.world_size == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src, device=torch.device("cpu"))
+        return box[0]
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, by rank."""
+        box: list[Any] = [None] * self.world_size
+        dist.all_gather_object(box, obj)
+        return box
+
+    def barrier(self) -> None:
+        """Wait until every rank's Python is here. Work queued on a GPU is not waited for."""
+        self.all_reduce(torch.zeros(1))
+
+    def gloo_group(self) -> dist.ProcessGroup:
+        """A Gloo group of the world that nothing else uses (checkpoints written by a thread). Made at the first call."""
+        if self._gloo_group is None:
+            timeout = max(self._comm.init_timeout_seconds, self._comm.train_timeout_seconds)
+            self._gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return self._gloo_group
+
+    def use_train_timeout(self) -> None:
+        """From now on a collective may take comm.train_timeout_seconds. Call after the first step, which may compile."""
+        timeout = timedelta(seconds=self._comm.train_timeout_seconds)
+        for group in {dist.group.WORLD, *self.meshes.groups()}:
+            _set_timeout(group, timeout)
+
+
+def start(comm: CommConfig, run: RunConfig, parallelism: ParallelismConfig) -> Ranks:
+    """Connect (unless already connected), seed, set precision rules, and build the meshes.
+
+    Raises InputError when the environment is incomplete, the world is not the expected one (TITANLITE_WORLD_SIZE, set
+    by the launcher), the layout does not fit it, or the wanted device is missing.
+    """
+    if not dist.is_initialized():
+        connect(comm, run)
+    check_world_size(dist.get_world_size())
+    layout = resolve_layout(parallelism, dist.get_world_size())
+    device = _device(run)
+    set_numerics(run, device)
+    return Ranks(device, layout, Meshes.build(layout, device.type), comm)
+
+
+def connect(
+    comm: CommConfig,
+    run: RunConfig,
+    *,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> None:
+    """Join the world: through the given store, else as torchrun's environment says, else alone."""
+    device = _device(run)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if store is None:
+        world = read_environment()
+        if world is None:
+            store, rank, world_size = dist.HashStore(), 0, 1
+        else:
+            rank, world_size = world
+    options: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=comm.init_timeout_seconds),
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )
+
+
+def stop(timeout: float = 10.0) -> None:
+    """Leave the world. Never hangs: a teardown that outlasts the timeout (seconds) is abandoned to the process's end.
+
+    Safe to call twice, without a world, and after an error on this or another rank.
+    """
+    if not dist.is_initialized():
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def destroy() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # the current device belongs to a thread
+        dist.destroy_process_group()
+
+    # NCCL waits in its destructor for collectives that a dead peer will never join.
+    thread = threading.Thread(target=destroy, name="destroy_process_group", daemon=True)
+    thread.start()
+    thread.join(timeout)
+
+
+def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = (), *, run: RunConfig | None = None) -> None:
+    """Run fn(*args) in world_size new processes of this machine that form a world; returns when all are done.
+
+    What torchrun does, in the open: torch.multiprocessing starts the processes, a TCPStore in this process is where
+    they meet (its port given by the operating system, so two runs never collide). fn must be importable, as the
+    processes start with a fresh interpreter. An error in one of them ends the others and is raised here with its
+    traceback (torch.multiprocessing.ProcessRaisedException).
+    """
+    store = dist.TCPStore(LOCALHOST, 0, world_size=None, is_master=True, wait_for_workers=False)
+    mp.spawn(_spawned, args=(fn, world_size, store.port, run or RunConfig(), tuple(args)), nprocs=world_size, join=True)
+
+
+def _spawned(
+    rank: int, fn: Callable[..., object], world_size: int, port: int, run: RunConfig, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=LOCALHOST, MASTER_PORT=str(port)
+    )
+    store = dist.TCPStore(LOCALHOST, port, world_size=None, is_master=False, wait_for_workers=False)
+    connect(CommConfig(), run, store=store, rank=rank, world_size=world_size)
+    try:
+        fn(*args)
+    finally:
+        stop()
+
+
+def read_environment() -> tuple[int, int] | None:
+    """(rank, world size) as torchrun sets them; None when there is no such environment. Raises InputError."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    fix = "start the processes with ./run_train.sh or torchrun, or unset RANK and WORLD_SIZE for a single process"
+    problems = []
+    for name in names:
+        value = os.environ.get(name)
+        if value is None:
+            problems.append(Problem("environment", name, "nothing", "a value, since RANK or WORLD_SIZE is set", fix))
+        elif name != "MASTER_ADDR" and not value.isdecimal():
+            problems.append(Problem("environment", name, repr(value), "a whole number, 0 or more", fix))
+    if problems:
+        raise InputError(problems)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise InputError(Problem("environment", "RANK", str(rank), f"0 to WORLD_SIZE - 1 = {world_size - 1}", fix))
+    return rank, world_size
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise InputError when the launcher expected another number of processes than met.
+
+    A node that cannot resolve the master's name can end up as a world of its own; without this check it would train.
+    """
+    expected = os.environ.get("TITANLITE_WORLD_SIZE")
+    if expected is None or expected == str(world_size):
+        return
+    raise InputError(
+        Problem(
+            "environment",
+            "WORLD_SIZE",
+            f"{world_size} processes met",
+            f"{expected}, nodes x processes per node (TITANLITE_WORLD_SIZE)",
+            "check that every node has the same NNODES, NPROC and RDZV_ID and reaches MASTER_ADDR",
+        )
+    )
+
+
+def _device(run: RunConfig) -> torch.device:
+    """The device this process computes on: its local rank's GPU, or the CPU. Raises InputError if it is not there."""
+    available = torch.cuda.is_available()
+    if run.device == "cpu" or (run.device == "auto" and not available):
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    gpus = torch.cuda.device_count() if available else 0
+    if local_rank >= gpus:
+        fix = 'start at most one process per GPU, or set run.device = "cpu"'
+        allowed = f"local rank below the number of visible GPUs, {gpus}"
+        raise InputError(Problem("", "run.device", f"{run.device!r} at local rank {local_rank}", allowed, fix))
+    return torch.device("cuda", local_rank)
+
+
+def set_numerics(run: RunConfig, device: torch.device) -> None:
+    """Seed every generator the same on all ranks, and set what a float32 matmul may be and whether kernels may race.
+
+    No weight and no sample depends on these generators; the same seed everywhere makes what else may use them repeat.
+    """
+    random.seed(run.seed)
+    np.random.seed(run.seed % 2**32)
+    torch.manual_seed(run.seed % 2**63)
+    torch.use_deterministic_algorithms(run.deterministic)
+    # Uninitialised memory is never read here, and filling it with NaN would cost a write per allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
+    # "high": TF32 for float32 matmuls on CUDA. On CPU the name could mean lower-precision kernels, so never there.
+    allow_tf32 = device.type == "cuda" and not run.deterministic
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change a group's timeout. Private in torch (seen working on 2.11 to 2.13, Gloo and NCCL); no public call does it."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
