@@ -1,0 +1,326 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.checkpoint import dcp
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.storage import CheckpointError
+from titanlite.config.problems import InputError
+from titanlite.config.schema import CheckpointConfig
+
+MODES = ("disabled", "async")
+
+
+def tensors(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {
+        "model.embedding.weight": torch.full((10, 3), float(value)),
+        "model.norm.weight": torch.full((3,), value + 0.5),
+        "optimizer.norm.weight.exp_avg": torch.full((3,), value + 0.25),
+    }
+
+
+def parts(step: int = 1) -> dict[str, Any]:
+    return {"train_state": {"step": step}, "layout": {"dp_shard": 1}, "config": {"run": {"name": "a"}}}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+class Setup:
+    def __init__(self, folder: Path, ranks: Any) -> None:
+        self.folder = folder / "run" / "checkpoints"
+        self.ranks = ranks
+        self.said: list[str] = []
+
+    def manager(self, **keys: Any) -> CheckpointManager:
+        return CheckpointManager(CheckpointConfig(**keys), self.folder, self.ranks, report=self.said.append)
+
+    def saved(self, *steps: int, **keys: Any) -> CheckpointManager:
+        manager = self.manager(keep_latest_k=0, **keys)
+        for step in steps:
+            manager.save(step, tensors(step), parts(step))
+        manager.finish()
+        return manager
+
+    def step(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, one_rank: Any) -> Setup:
+    return Setup(tmp_path, one_rank)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_round_trip_in_place(run: Setup, mode: str) -> None:
+    manager = run.saved(5, 7, async_mode=mode)
+    assert manager.latest() == run.step(7)
+    got = tensors(-1)
+    addresses = [tensor.data_ptr() for tensor in got.values()]
+    manifest = manager.load(run.step(5), got)
+    assert same(got, tensors(5))
+    assert [tensor.data_ptr() for tensor in got.values()] == addresses
+    assert manifest == manager.read_manifest(run.step(5))
+    assert {key: manifest[key] for key in parts()} == parts(5)
+    assert set(manifest["versions"]) == {"titanlite", "torch", "python"}
+    on_disk = {path.name: path.stat().st_size for path in run.step(5).iterdir() if path.name != "manifest.json"}
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == on_disk
+
+
+def test_the_snapshot_is_of_its_step(run: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors and manifest that change before the first byte is written, also in the buffers' second use."""
+    may_write = threading.Event()
+    write = dcp.write_tensors
+    monkeypatch.setattr(dcp, "write_tensors", lambda *args: (may_write.wait(20), write(*args))[1])
+    manager = run.manager(async_mode="async")
+    live = tensors()
+    for step in (1, 2):
+        may_write.clear()
+        for key, tensor in tensors(step).items():
+            live[key].copy_(tensor)
+        state = parts(step)
+        manager.save(step, live, state)
+        assert not any(f"step-{step:08d}" in line for line in run.said)
+        for tensor in live.values():
+            tensor.fill_(99)
+        state["train_state"]["step"] = 99
+        assert not (run.step(step) / "manifest.json").exists()
+        manager.poll()
+        assert len(run.said) == step - 1  # "saved" is said at the commit, not before
+        may_write.set()
+        manager.finish()
+        assert f"saved checkpoint step-{step:08d}" in run.said[-1]
+    for step in (1, 2):
+        got = tensors(-1)
+        assert manager.load(run.step(step), got)["train_state"] == {"step": step}
+        assert same(got, tensors(step))
+
+
+def test_staging_buffers_are_used_again(run: Setup) -> None:
+    manager = run.saved(1, async_mode="async")
+    before = {index: buffer.data_ptr() for index, buffer in manager._snapshot.buffers.items()}
+    assert len(before) == 3
+    manager.save(2, tensors(2), parts(2), wait=True)
+    assert {index: buffer.data_ptr() for index, buffer in manager._snapshot.buffers.items()} == before
+
+
+def test_poll_reports_once(run: Setup) -> None:
+    manager = run.manager(async_mode="async")
+    manager.poll()
+    manager.save(1, tensors(), parts())
+    assert manager._pending is not None
+    manager._pending.exception(timeout=20)
+    manager.poll()
+    manager.poll()
+    manager.finish()
+    manager.finish()
+    assert len(run.said) == 1
+
+
+def full_disk(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", ["write_tensors", "write_metadata"])
+def test_failed_save_is_loud_and_never_committed(
+    run: Setup, monkeypatch: pytest.MonkeyPatch, mode: str, stage: str
+) -> None:
+    manager = run.saved(1, async_mode=mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, stage, full_disk)
+        match = r"saving the checkpoint of step 2 failed: rank 0: OSError: .*No space left"
+        if mode == "async":
+            manager.save(2, tensors(2), parts(2))
+            with pytest.raises(CheckpointError, match=match):
+                manager.finish()
+            manager.save(2, tensors(2), parts(2))
+            with pytest.raises(CheckpointError, match=match):
+                manager.save(3, tensors(3), parts(3))  # the earlier failure surfaces here
+        else:
+            with pytest.raises(CheckpointError, match=match):
+                manager.save(2, tensors(2), parts(2))
+    assert sum("CHECKPOINT NOT SAVED" in line for line in run.said) == (2 if mode == "async" else 1)
+    assert manager.latest() == run.step(1)
+    assert [path.name for path in run.folder.iterdir()] == ["step-00000001"]  # nothing half-written fills the disk
+    manager.save(3, tensors(3), parts(3), wait=True)
+    assert manager.latest() == run.step(3)
+
+
+def test_unexpected_error_in_the_background_surfaces(run: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = run.manager(async_mode="async")
+
+    def broken(*args: Any) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(manager, "_write", broken)
+    manager.save(1, tensors(), parts())
+    with pytest.raises(AssertionError, match="a bug"):
+        manager.finish()
+    manager.finish()
+
+
+@pytest.mark.parametrize("state", [{"loss": float("nan")}, {"a": {1, 2}}])
+def test_train_state_must_be_json(run: Setup, state: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"preparing the checkpoint of step 1 failed.*JSON"):
+        run.manager().save(1, tensors(), {**parts(), "train_state": state})
+    assert not run.folder.exists()
+
+
+def test_a_step_on_disk_is_not_written_again(run: Setup) -> None:
+    manager = run.saved(1)
+    manager.save(1, tensors(9), parts(), wait=True)
+    resumed = run.manager()
+    got = tensors(-1)
+    resumed.load(run.step(1), got)
+    resumed.save(1, tensors(9), parts(), wait=True)
+    resumed.load(run.step(1), got)
+    assert same(got, tensors(1))
+    assert len(run.said) == 1
+
+
+def test_resume_from_an_earlier_step_sets_the_abandoned_ones_aside(run: Setup) -> None:
+    run.saved(10, 20, 30)
+    manager = run.manager(keep_latest_k=2, resume=str(run.step(10)))
+    path = manager.find_resume()
+    assert path == run.step(10)
+    manager.load(path, tensors())
+    assert manager.latest() == run.step(30)  # nothing is lost before something new is there
+    manager.save(20, tensors(21), parts(20), wait=True)
+    assert manager.latest() == run.step(20)
+    got = tensors()
+    manager.load(run.step(20), got)
+    assert same(got, tensors(21))
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "step-00000010",
+        "step-00000020",
+        "step-00000020.superseded-1",
+        "step-00000030.superseded-1",
+    ]
+    assert any("step-00000030.superseded-1" in line for line in run.said)
+
+
+def test_retention(run: Setup) -> None:
+    manager = run.manager(keep_latest_k=2)
+    for step in range(1, 6):
+        manager.save(step, tensors(step), parts(step))
+    manager.finish()
+    assert sorted(path.name for path in run.folder.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+# ---- which one
+
+
+def test_find_resume_auto_and_never(run: Setup) -> None:
+    for resume in ("auto", "never"):
+        assert run.manager(resume=resume).find_resume() is None
+    run.saved(1, 2)
+    assert run.manager(resume="auto").find_resume() == run.step(2)
+    assert run.manager(resume="auto", enable=False).find_resume() is None
+    with pytest.raises(InputError) as error:
+        run.manager(resume="never").find_resume()
+    assert "checkpoint.resume" in str(error.value) and "step-00000002" in str(error.value)
+    (run.step(2) / "manifest.json").write_text('{"format": 1, "st')
+    run.said.clear()
+    assert run.manager(resume="auto").find_resume() == run.step(1)
+    assert len(run.said) == 1 and "step-00000002" in run.said[0] and "broken JSON" in run.said[0]
+    for step in (1, 2):
+        (run.step(step) / "manifest.json").unlink()
+    assert run.manager(resume="never").find_resume() is None
+
+
+def test_find_resume_path(run: Setup, tmp_path: Path) -> None:
+    run.saved(1, 2)
+    copy = tmp_path / "copied"
+    run.step(1).rename(copy)  # a step folder under any other name
+    for given, found in (
+        (run.step(2), run.step(2)),
+        (run.folder, run.step(2)),
+        (run.folder.parent, run.step(2)),
+        (copy, copy),
+    ):
+        assert run.manager(resume=str(given)).find_resume() == found.resolve()
+    assert run.manager(resume=str(run.step(2)), enable=False).find_resume() == run.step(2).resolve()
+    (tmp_path / "empty").mkdir()
+    for given in (run.step(3), tmp_path / "empty", tmp_path / "none"):
+        with pytest.raises(InputError) as error:
+            run.manager(resume=str(given)).find_resume()
+        assert given.name in str(error.value) and "step-00000002" in str(error.value)
+    (run.step(2) / "manifest.json").unlink()
+    with pytest.raises(InputError, match="no manifest"):
+        run.manager(resume=str(run.step(2))).find_resume()
+
+
+# ---- loading what is wrong
+
+
+def refused(manager: CheckpointManager, path: Path, wanted: dict[str, torch.Tensor]) -> str:
+    """The message; and nothing was applied."""
+    before = {key: tensor.clone() for key, tensor in wanted.items()}
+    with pytest.raises(InputError) as error:
+        manager.load(path, wanted)
+    assert same(wanted, before)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("size", [None, 0, -1, 1])
+def test_wrong_file_is_refused(run: Setup, name: str, size: int | None) -> None:
+    manager = run.saved(1)
+    path = run.step(1) / name
+    whole = path.stat().st_size
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size if size == 0 else whole + size)
+    message = refused(manager, run.step(1), tensors(-1))
+    assert name in message and f"{whole} bytes" in message
+
+
+def test_other_tensors_are_refused_all_at_once(run: Setup) -> None:
+    manager = run.saved(1)
+    wanted = tensors(-1)
+    del wanted["model.norm.weight"]
+    wanted["model.layers.0.weight"] = torch.zeros(2)
+    wanted["model.embedding.weight"] = torch.zeros(9, 3)
+    wanted["optimizer.norm.weight.exp_avg"] = torch.zeros(3, dtype=torch.bfloat16)
+    message = refused(manager, run.step(1), wanted)
+    assert "model.layers.0.weight: got not in the checkpoint" in message
+    assert "model.norm.weight: got not in the model" in message
+    assert "model.embedding.weight, optimizer.norm.weight.exp_avg: got torch.float32 of shape [10, 3]" in message
+    assert "[9, 3]" in message
+
+
+def test_damage_that_keeps_the_size_is_one_plain_error(run: Setup) -> None:
+    """Without checksums only damage that breaks the files' structure can be seen; it must not be a traceback storm."""
+    manager = run.saved(1)
+    path = run.step(1) / "__0_0.distcp"
+    path.write_bytes(b"\x00" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"loading .*step-00000001 failed: rank 0: \w+"):
+        manager.load(run.step(1), tensors())
+    path = run.step(1) / ".metadata"
+    path.write_bytes(b"\x00" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match="UnpicklingError"):
+        manager.load(run.step(1), tensors())
+
+
+def test_manifest_is_json_for_everyone(run: Setup) -> None:
+    run.saved(1)
+    json.loads((run.step(1) / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_killed_at_random_instants(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.checkpoint.killed_saves", str(tmp_path / "c"), "24", "1"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "24 kills" in done.stdout

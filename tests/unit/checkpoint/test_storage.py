@@ -1,0 +1,198 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.checkpoint import storage
+from titanlite.config.problems import InputError
+
+PARTS: dict[str, Any] = {
+    "layout": {"dp_shard": 2},
+    "versions": {"torch": "2"},
+    "config": {"run": {}},
+    "train_state": {"step": 1},
+}
+
+
+def make(checkpoints: Path, step: int) -> Path:
+    """A committed checkpoint whose one tensor file says its step."""
+    storage.prepare_folder(checkpoints, step)
+    folder = storage.step_folder(checkpoints, step)
+    (folder / "__0_0.distcp").write_text(f"tensors of {step}")
+    (folder / ".metadata").write_text("m")
+    files = {name: os.path.getsize(folder / name) for name in ("__0_0.distcp", ".metadata")}
+    storage.commit(folder, storage.make_manifest(step, files, PARTS))
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def silent(message: str) -> None:
+    pass
+
+
+def test_manifest_format(tmp_path: Path) -> None:
+    """The format is final: scripts and later versions read it."""
+    manifest = json.loads((make(tmp_path, 50) / "manifest.json").read_text())
+    assert list(manifest) == ["format", "step", "files", "layout", "versions", "config", "train_state", "time"]
+    time = manifest.pop("time")
+    assert len(time) == len("2026-01-01T00:00:00+00:00") and time[10] == "T"
+    assert manifest == {
+        "format": 1,
+        "step": 50,
+        "files": {".metadata": {"bytes": 1, "checksum": None}, "__0_0.distcp": {"bytes": 13, "checksum": None}},
+        **PARTS,
+    }
+    assert storage.read_manifest(tmp_path / "step-00000050")["step"] == 50
+
+
+def test_names() -> None:
+    assert storage.step_folder(Path("c"), 50) == Path("c/step-00000050")
+    assert storage.step_folder(Path("c"), 123456789).name == "step-123456789"
+    for step in (0, 50, 123456789):
+        assert storage.step_of(storage.step_folder(Path("c"), step)) == step
+    for name in (
+        "step-50",
+        "step-000000050",
+        "step-00000050.damaged-1",
+        "Step-00000050",
+        "step-0000005x",
+        "step--0000050",
+    ):
+        assert storage.step_of(Path(name)) is None, name
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.pop("train_state"), "train_state"),
+        (lambda m: m.update(format=2), "format: got 2"),
+        (lambda m: m.update(step=True), "step"),
+        (lambda m: m.update(step=7), "as the folder's name says"),
+        (lambda m: m.update(config=[]), "config"),
+        (lambda m: m["files"].pop(".metadata"), "no .metadata"),
+        (lambda m: m["files"].update({"../__0_0.distcp": {"bytes": 1}}), "a file name"),
+        (lambda m: m["files"].update({"__0_0.distcp": {"bytes": "13"}}), "a file name"),
+    ],
+)
+def test_bad_manifest_is_refused(tmp_path: Path, change: Any, says: str) -> None:
+    path = make(tmp_path, 50) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError) as error:
+        storage.read_manifest(path.parent)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1', "\x00\xff"])
+def test_broken_json_is_uncommitted_and_named(tmp_path: Path, text: str) -> None:
+    make(tmp_path, 1)
+    (make(tmp_path, 2) / "manifest.json").write_text(text)
+    said: list[str] = []
+    assert storage.committed_steps(tmp_path, said.append) == [1]
+    assert len(said) == 1 and "step-00000002" in said[0]
+
+
+def test_missing_and_wrong_files_are_all_named(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    manifest = storage.read_manifest(folder)
+    storage.verify_files(folder, manifest)
+    with open(folder / "__0_0.distcp", "r+b") as file:
+        file.truncate(5)
+    (folder / ".metadata").unlink()
+    with pytest.raises(InputError) as error:
+        storage.verify_files(folder, manifest)
+    assert "__0_0.distcp: got 5 bytes; allowed: 12 bytes" in str(error.value)
+    assert ".metadata: got no such file; allowed: 1 bytes" in str(error.value)
+
+
+def test_commit_is_the_last_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest and the names around it are durable before it gets its name, and the name after."""
+    calls: list[str] = []
+    replace = os.replace
+    monkeypatch.setattr(storage, "fsync_file", lambda descriptor: calls.append("fsync file"))
+    monkeypatch.setattr(storage, "fsync_folder", lambda folder: calls.append("fsync folder"))
+
+    def recorded(source: Path, target: Path) -> None:
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(storage.os, "replace", recorded)
+    storage.commit(tmp_path, storage.make_manifest(1, {".metadata": 0}, PARTS))
+    assert calls == ["fsync file", "fsync folder", "rename", "fsync folder"]
+    assert names(tmp_path) == ["manifest.json"]
+
+
+def test_leftovers_of_the_same_step_are_replaced_and_committed_ones_kept(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    (folder / "manifest.json").unlink()
+    (folder / "__7_0.distcp").write_text("of a larger world")
+    (folder / "notes.txt").write_text("mine")
+    assert storage.prepare_folder(tmp_path, 1) == ""
+    assert names(folder) == ["notes.txt"]
+
+    make(tmp_path, 2)
+    assert "step-00000002.superseded-1" in storage.prepare_folder(tmp_path, 2)
+    make(tmp_path, 2)
+    assert "step-00000002.superseded-2" in storage.prepare_folder(tmp_path, 2)
+    (make(tmp_path, 3) / "manifest.json").write_text("{")
+    assert "step-00000003.damaged-1" in storage.prepare_folder(tmp_path, 3)
+    assert (tmp_path / "step-00000002.superseded-1" / "__0_0.distcp").read_text() == "tensors of 2"
+    assert storage.committed_steps(tmp_path, silent) == []
+
+
+def test_retention_counts_committed_ones_and_leaves_the_rest(tmp_path: Path) -> None:
+    for step in (1, 2, 4, 5):
+        make(tmp_path, step)
+    (make(tmp_path, 3) / "manifest.json").unlink()  # a save that was killed
+    (make(tmp_path, 6) / "manifest.json").write_text("{")  # damaged: evidence
+    foreign = ["step-00000001.bak", "step-1", "notes", "step-00000004x"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    make(tmp_path / "elsewhere", 0)
+    (tmp_path / "step-00000000").symlink_to(tmp_path / "elsewhere" / "step-00000000", target_is_directory=True)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000007").write_text("a file")
+    make(tmp_path, 8)
+
+    storage.retain(tmp_path, 8, 3, silent)
+
+    kept = {"step-00000004", "step-00000005", "step-00000006", "step-00000007", "step-00000008", "step-00000000"}
+    assert set(names(tmp_path)) == kept | {*foreign, "elsewhere", "step-00000001"}
+    assert names(tmp_path / "step-00000001") == ["notes.txt"]  # ours are gone, theirs is not
+    assert storage.committed_steps(tmp_path, silent) == [4, 5, 8]
+    assert len(names(tmp_path / "elsewhere" / "step-00000000")) == 3
+    for name in foreign:
+        assert names(tmp_path / name) == ["manifest.json"]
+
+
+def test_retention_zero_keeps_all(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    storage.retain(tmp_path, 3, 0, silent)
+    assert storage.committed_steps(tmp_path, silent) == [1, 2, 3]
+
+
+def test_later_ones_of_an_abandoned_history_do_not_push_out_the_new_one(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 11):
+        make(tmp_path, step)
+    said: list[str] = []
+    storage.retain(tmp_path, 11, 1, said.append)
+    assert storage.committed_steps(tmp_path, silent) == [11]
+    assert [line.split()[-1] for line in said] == ["step-00000020.superseded-1", "step-00000030.superseded-1"]
+    assert (tmp_path / "step-00000030.superseded-1" / "__0_0.distcp").read_text() == "tensors of 30"
+
+
+def test_files_another_rank_wrote_must_be_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_VISIBLE_SECONDS", 0.0)
+    (tmp_path / "__0_0.distcp").write_text("12345")
+    storage.wait_for_files(tmp_path, {"__0_0.distcp": 5})
+    with pytest.raises(storage.CheckpointError, match=r"__1_0.distcp.*a disk that all nodes share"):
+        storage.wait_for_files(tmp_path, {"__0_0.distcp": 5, "__1_0.distcp": 5})

@@ -1,0 +1,318 @@
+"""When a checkpoint is written and which one a run starts from. How it lies on the disk is storage.py's.
+
+A save goes: agree on the folder, plan, (async: copy to CPU and return), every rank writes and syncs its files, the
+main rank writes the manifest, retention. A failure on any rank raises the same CheckpointError on all of them, and
+the folder stays uncommitted.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+import titanlite
+from titanlite.checkpoint import dcp, storage
+from titanlite.checkpoint.storage import CheckpointError
+from titanlite.config.problems import InputError, Problem
+from titanlite.config.schema import CheckpointConfig
+
+if TYPE_CHECKING:
+    from titanlite.parallel.runtime import Ranks
+
+T = TypeVar("T")
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint, for its manifest."""
+    return {
+        "titanlite": titanlite.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed save. seconds: from the call of save() to the commit. notes: what else there is to say."""
+
+    step: int
+    folder: Path
+    bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+class CheckpointManager:
+    """Saves to and resumes from `folder` (the run folder's `checkpoints`). All methods but `poll` are collective.
+
+    ranks:  the world. A gloo group of its own is taken from it, so that a save in the background never meets the
+            collectives of training.
+    report: called on the main rank with one line when a save is committed or has failed, from the training thread.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        report: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.config = config
+        self.folder = Path(folder)
+        self._ranks = ranks
+        self._objects = dcp.Objects(ranks.gloo_group() if ranks.world_size > 1 else None)
+        self._report = report if ranks.is_main else (lambda message: None)
+        self._plan: dcp.Plan | None = None
+        self._snapshot = dcp.Snapshot()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Saved] | None = None
+        self._said = False
+        self._step_on_disk: int | None = None
+
+    # ---- saving
+
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], manifest: Mapping[str, Any], *, wait: bool = False
+    ) -> None:
+        """Save `tensors` (flat keys; plain, or DTensors of any mesh) as the checkpoint of `step`.
+
+        manifest: "train_state", "layout", "config", all JSON; "versions" is filled in. With async_mode "async" and
+        not `wait` this returns once the tensors are copied, and the commit follows in the background. An earlier save
+        still in flight is waited for first. A step that is on disk already is not written again.
+        Raises CheckpointError, on all ranks alike, if this save or the one in flight failed.
+        """
+        self.finish()
+        if step == self._step_on_disk:
+            return
+        started = time.perf_counter()
+        parts = self._objects.agree(f"preparing the checkpoint of step {step}", lambda: self._prepare(step, manifest))
+        self._plan = dcp.plan_save(tensors, self._objects, self._plan)
+        self._said = False
+        plan = self._plan
+        if self.config.async_mode == "async":
+            self._objects.agree("copying the checkpoint to CPU memory", lambda: self._snapshot.take(plan, tensors))
+            self._pending = self._thread.submit(self._write, step, plan, {}, self._snapshot, parts, started)
+        else:
+            self._pending = _done(lambda: self._write(step, plan, tensors, None, parts, started))
+        if wait or self.config.async_mode != "async":
+            self.finish()
+
+    def poll(self) -> None:
+        """Report a save in the background that has ended since. Costs nothing; not collective; never raises."""
+        if self._pending is None or not self._pending.done() or self._said:
+            return
+        self._said = True
+        error = self._pending.exception()
+        if error is not None:
+            self._report(f"CHECKPOINT NOT SAVED: {error}")
+            return
+        saved = self._pending.result()
+        for note in saved.notes:
+            self._report(note)
+        self._report(f"saved checkpoint {saved.folder.name} ({saved.bytes / 1e6:,.1f} MB in {saved.seconds:.2f} s)")
+
+    def finish(self) -> None:
+        """Wait until the save in flight, if any, is committed. Raises CheckpointError on all ranks if it failed."""
+        if self._pending is None:
+            return
+        pending = self._pending
+        try:
+            self._step_on_disk = pending.result().step
+        finally:
+            self.poll()
+            self._pending = None
+
+    def _prepare(self, step: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Main rank: freeze the manifest's parts as they are now, and make the folder."""
+        if not self._ranks.is_main:
+            return {}
+        # Through text: an exact copy, and what JSON cannot hold is refused before anything is written.
+        parts = json.loads(json.dumps({"versions": versions(), **manifest}, allow_nan=False))
+        note = storage.prepare_folder(self.folder, step)
+        if note:
+            self._report(note)
+        return parts
+
+    def _write(
+        self,
+        step: int,
+        plan: dcp.Plan,
+        tensors: Mapping[str, torch.Tensor],
+        snapshot: dcp.Snapshot | None,
+        parts: dict[str, Any],
+        started: float,
+    ) -> Saved:
+        """Write, commit, tidy up. Runs in the background thread for an async save: touches nothing of the training."""
+        folder = storage.step_folder(self.folder, step)
+        doing = f"saving the checkpoint of step {step}"
+        notes: list[str] = []
+        try:
+            written = self._objects.agree(doing, lambda: dcp.write_tensors(folder, plan, tensors, snapshot))
+            everyone = self._objects.gather(written)
+            size = self._objects.agree(doing, lambda: self._commit(step, folder, plan, everyone, parts))
+        except CheckpointError:
+            # Uncommitted; what was written would only fill the disk.
+            if self._ranks.is_main:
+                dcp.attempt(lambda: storage.remove(folder))
+            raise
+        if self._ranks.is_main:
+            _, failure = dcp.attempt(lambda: storage.retain(self.folder, step, self.config.keep_latest_k, notes.append))
+            if failure:
+                notes.append(f"old checkpoints could not be removed: {failure}")
+        return Saved(step, folder, size, time.perf_counter() - started, tuple(notes))
+
+    def _commit(
+        self, step: int, folder: Path, plan: dcp.Plan, everyone: list[Any] | None, parts: dict[str, Any]
+    ) -> int:
+        if everyone is None:
+            return 0
+        files = {name: size for _, sizes in everyone for name, size in sizes.items()}
+        storage.wait_for_files(folder, files)
+        files |= dcp.write_metadata(folder, plan, [results for results, _ in everyone])
+        storage.commit(folder, storage.make_manifest(step, files, parts))
+        return sum(files.values())
+
+    # ---- which one
+
+    def latest(self) -> Path | None:
+        """The newest committed checkpoint of this run folder, the same on all ranks."""
+        return self._on_main(lambda: self._newest(self.folder))
+
+    def find_resume(self) -> Path | None:
+        """The checkpoint to start from as `checkpoint.resume` says; None: start fresh. Raises InputError."""
+        return self._on_main(self._find_resume)
+
+    def _find_resume(self) -> Path | None:
+        resume = self.config.resume
+        if resume not in ("auto", "never"):
+            return self._given(Path(resume))
+        newest = self._newest(self.folder) if self.config.enable else None
+        if resume == "never" and newest is not None:
+            raise InputError(
+                Problem(
+                    "",
+                    "checkpoint.resume",
+                    f'"never", but {newest} is there',
+                    "a run folder without checkpoints",
+                    "go on from it with --checkpoint.resume auto, or start another run folder with --run.name NAME",
+                )
+            )
+        return newest
+
+    def _given(self, path: Path) -> Path:
+        """The step folder that a path names: itself, or the newest of a checkpoints or run folder."""
+        if not path.is_dir():
+            raise self._no_checkpoint(path, "no such folder")
+        if storage.step_of(path) is not None or (path / storage.MANIFEST).exists():
+            storage.read_manifest(path)
+            return path.resolve()
+        for folder in (path, path / "checkpoints"):
+            newest = self._newest(folder)
+            if newest is not None:
+                return newest.resolve()
+        raise self._no_checkpoint(path, "a folder without a committed checkpoint")
+
+    def _no_checkpoint(self, path: Path, got: str) -> InputError:
+        there = [storage.step_folder(self.folder, step) for step in storage.committed_steps(self.folder, self._report)]
+        fix = f"this run has {', '.join(map(str, there[-3:]))}" if there else "this run has no checkpoints yet"
+        return InputError(
+            Problem("", "checkpoint.resume", f"{path}: {got}", '"auto", "never", or the path of a step folder', fix)
+        )
+
+    def _newest(self, folder: Path) -> Path | None:
+        steps = storage.committed_steps(folder, self._report)
+        return storage.step_folder(folder, steps[-1]) if steps else None
+
+    # ---- loading
+
+    def read_manifest(self, path: Path) -> dict[str, Any]:
+        """The manifest of a committed checkpoint, read once and given to all ranks. Raises InputError."""
+        return self._on_main(lambda: storage.read_manifest(Path(path)))
+
+    def load(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Fill `tensors` in place from the checkpoint at `path`, saved under whatever layout. Returns its manifest.
+
+        The ranks' keys together must be exactly the checkpoint's, with its shapes and dtypes, and every file must
+        have its size; this is found out before anything is read. Raises InputError; CheckpointError if reading fails.
+        """
+        self.finish()
+        path = Path(path)
+        mine = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        wanted = self._objects.gather(mine)
+
+        def check() -> dict[str, Any]:
+            manifest = storage.read_manifest(path)
+            storage.verify_files(path, manifest)
+            saved = dcp.saved_tensors(dcp.read_metadata(path))
+            problems = _differences(path, saved, {key: value for part in wanted or [] for key, value in part.items()})
+            if problems:
+                raise InputError(problems)
+            return manifest
+
+        manifest = self._on_main(check)
+        dcp.read_tensors(path, tensors, self._objects)
+        if path.resolve().parent == self.folder.resolve():
+            self._step_on_disk = manifest["step"]
+        return manifest
+
+    def _on_main(self, work: Callable[[], T]) -> T:
+        """The main rank's result of `work`, or its error, on all ranks."""
+        value: Any = None
+        problems: tuple[Problem, ...] = ()
+        failure: str | None = None
+        if self._ranks.is_main:
+            try:
+                value = work()
+            except InputError as error:
+                problems = error.problems
+            except Exception as error:
+                failure = dcp.describe(error)
+        value, problems, failure = self._ranks.broadcast_object((value, problems, failure))
+        if problems:
+            raise InputError(problems)
+        if failure:
+            raise CheckpointError(failure)
+        return cast(T, value)
+
+
+def _done(work: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _differences(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
+    """How a checkpoint's tensors differ from the model's: missing, unexpected, other shape or dtype."""
+
+    def some(keys: list[str]) -> str:
+        return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+    fix = "use the [model] section it was saved with (in its manifest.json under config)"
+    problems = []
+    missing = sorted(wanted.keys() - saved.keys())
+    if missing:
+        problems.append(Problem(str(path), some(missing), "not in the checkpoint", "every tensor of the model", fix))
+    unexpected = sorted(saved.keys() - wanted.keys())
+    if unexpected:
+        problems.append(Problem(str(path), some(unexpected), "not in the model", "only tensors of the model", fix))
+    other = sorted(key for key in wanted.keys() & saved.keys() if wanted[key] != saved[key])
+    if other:
+        key = other[0]
+        problems.append(Problem(str(path), some(other), _show(saved[key]), f"{_show(wanted[key])} for {key}", fix))
+    return problems
+
+
+def _show(tensor: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "not a tensor" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"

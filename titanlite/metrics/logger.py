@@ -1,0 +1,193 @@
+"""What a person sees of a run: one call gives a console line, a row of metrics.jsonl and TensorBoard scalars.
+
+A resumed run continues all three: JSONL rows after the step it resumed from are dropped, TensorBoard is told to forget
+its events after that step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from titanlite.config.schema import MetricsConfig
+
+JSONL = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+
+Row = Mapping[str, float | int]
+
+# key -> (TensorBoard name). Keys that are not here are shown under "other/".
+_SCALARS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "samples": "progress/samples",
+    "tokens": "progress/tokens",
+    "validation_loss": "validation/loss",
+    "validation_bits_per_byte": "validation/bits_per_byte",
+    "tokens_per_second": "speed/tokens_per_second",
+    "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
+    "tflops_per_device": "speed/tflops_per_device",
+    "mfu": "speed/mfu",
+    "mfu_causal": "speed/mfu_causal",
+    "step_seconds": "speed/step_seconds",
+    "data_wait_seconds": "speed/data_wait_seconds",
+    "peak_memory_gib": "memory/peak_gib",
+}
+
+
+class MetricsLogger:
+    """Rows of one run. On ranks that are not the main one every method does nothing.
+
+    resumed_step: the step the run starts from, 0 for a fresh one. total_steps: where it will end, for the ETA.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: MetricsConfig,
+        *,
+        main: bool,
+        resumed_step: int,
+        total_steps: int,
+        console: Console | None = None,
+    ) -> None:
+        self._main = main
+        self._total_steps = total_steps
+        self._last_step = resumed_step if resumed_step > 0 else -1
+        self._eta_from = (resumed_step, time.perf_counter())
+        self._jsonl: IO[str] | None = None
+        self._writer: Any = None
+        if not main:
+            return
+        # Plain text and no wrapping unless a person watches: log files are read by line.
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        run_folder = Path(run_folder)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        keep_rows(run_folder / JSONL, resumed_step)
+        self._jsonl = open(run_folder / JSONL, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        if config.enable_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            purge = resumed_step + 1 if resumed_step > 0 else 0
+            self._writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=purge)
+
+    def log(self, row: Row) -> None:
+        """Show and record the figures of one step: `step`, and any of the metrics' names, validation's included.
+
+        Steps must rise from call to call, so that a step has one row. Values are Python numbers; a `time` (seconds
+        since the epoch) is added if missing. NaN and infinities become null in JSONL, which has no word for them.
+        """
+        if not self._main:
+            return
+        assert self._jsonl is not None
+        step = int(row["step"])
+        assert step > self._last_step, f"a row of step {step} after one of step {self._last_step}: merge them into one"
+        self._last_step = step
+        row = {"step": step, "time": time.time(), **row}
+        self._jsonl.write(json.dumps({key: _json_number(value) for key, value in row.items()}, allow_nan=False) + "\n")
+        self._jsonl.flush()
+        if self._writer is not None:
+            for key, value in row.items():
+                if key not in ("step", "time"):
+                    self._writer.add_scalar(_SCALARS.get(key, f"other/{key}"), value, step, row["time"])
+            self._writer.flush()  # a killed run keeps the events of the steps it has a checkpoint of
+        self._console.print(self._line(row))
+
+    def validation(self, row: Row) -> None:
+        """A row with validation's figures only, for a step that has no training row."""
+        assert "loss" not in row, "a training row goes to log(), with validation's figures in it"
+        self.log(row)
+
+    def message(self, text: str) -> None:
+        """A line for people, on the main rank's console only."""
+        if self._main:
+            self._console.print(Text(text))
+
+    def close(self) -> None:
+        if self._jsonl is not None:
+            self._jsonl.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._jsonl = self._writer = None
+        self._main = False
+
+    def _line(self, row: Row) -> Text:
+        width = len(str(self._total_steps))
+        parts = [(f"step {row['step']:>{width}}/{self._total_steps}", "bold")]
+        for key, style, show in _COLUMNS:
+            if key in row:
+                parts.append((show(row[key]), style))
+        eta = self._eta(int(row["step"]))
+        if "loss" in row and eta is not None:
+            parts.append((f"ETA {timedelta(seconds=round(eta))}", "dim"))
+        return Text("  ").join(Text(text, style) for text, style in parts)
+
+    def _eta(self, step: int) -> float | None:
+        """Seconds left at the pace so far, pauses for validation and checkpoints included; None before any step."""
+        first_step, start = self._eta_from
+        if step <= first_step:
+            return None
+        return max(self._total_steps - step, 0) * (time.perf_counter() - start) / (step - first_step)
+
+
+_COLUMNS: tuple[tuple[str, str, Any], ...] = (
+    ("loss", "green", lambda x: f"loss {x:8.5f}"),
+    ("validation_loss", "bold green", lambda x: f"val loss {x:8.5f}"),
+    ("validation_bits_per_byte", "green", lambda x: f"val bits/byte {x:7.5f}"),
+    ("grad_norm", "yellow", lambda x: f"norm {x:8.4f}"),
+    ("lr", "", lambda x: f"lr {x:.2e}"),
+    ("tokens_per_second", "cyan", lambda x: f"{x:>9,.0f} tok/s"),
+    ("tflops_per_device", "cyan", lambda x: f"{x:7.3f} TFLOP/s"),
+    ("mfu", "magenta", lambda x: f"MFU {x:6.1%}"),
+    ("peak_memory_gib", "", lambda x: f"mem {x:6.2f} GiB"),
+)
+
+
+def keep_rows(path: Path, resumed_step: int) -> None:
+    """Drop the rows of metrics.jsonl that the resumed run will write again: those after `resumed_step`, or all if it
+    is 0. What is no row is dropped too (the half-written last line of a killed run). Atomic; no change, no write.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    kept: list[str] = []
+    last = -1
+    for line in text.split("\n"):
+        step = _step_of(line)
+        if step is not None and last < step <= resumed_step and resumed_step > 0:
+            kept.append(line + "\n")
+            last = step
+    if "".join(kept) == text:
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def _json_number(value: float | int) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None
