@@ -1,0 +1,19 @@
+"""The launcher with a stub in place of the training worker, and no data to prepare."""
+
+import sys
+
+from titanlite import launch
+from titanlite.config.problems import InputError
+
+
+def main() -> int:
+    launch.prepare_data = lambda loaded: None
+    try:
+        return launch.launch(sys.argv[1:], worker="tests.cli.stub_worker")
+    except InputError as error:
+        launch.print_problems(error.problems)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A worker that does what STUB says, rank by rank: "0:done 1:raise". Starts in a tenth of a second, without torch."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from titanlite.lifeline import die_with_launcher
+
+RANK = int(os.environ["RANK"])
+
+
+def record(error: Exception) -> None:
+    """As torch's error handler does."""
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+
+
+def fail(error: Exception, code: int = 1) -> int:
+    try:
+        raise error
+    except Exception as raised:
+        record(raised)
+    return code
+
+
+def act(what: str) -> int:
+    match what:
+        case "done":
+            print(f"rank {RANK} says hello")
+            print(f"rank {RANK} complains", file=sys.stderr)
+        case "environment":
+            print(json.dumps(dict(os.environ)))
+        case "raise":
+            return fail(RuntimeError(f"boom on {RANK}"))
+        case "lost":  # what peers of a dead rank report, a moment later
+            time.sleep(0.05)
+            return fail(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
+        case "torch":  # torch's own error handler
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            try:
+                raise KeyError("no such thing")
+            except KeyError as error:
+                get_error_handler().record_exception(error)
+            return 1
+        case "input":
+            return fail(ValueError("InputError stands here"), 2)
+        case "quiet":
+            print("the last words", file=sys.stderr)
+            return 3
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stubborn":  # deaf to SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            wait()
+        case "hang":
+            wait()
+        case _:
+            raise AssertionError(what)
+    return 0
+
+
+def wait() -> None:
+    Path(os.environ["STUB_FOLDER"], f"pid-{RANK}").write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    acts = dict(part.split(":") for part in os.environ["STUB"].split())
+    sys.exit(act(acts.get(str(RANK), "done")))

@@ -1,0 +1,237 @@
+"""The launcher and real worker processes: who is shown, what is said of a failure, and that no worker lives on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.processes import ROOT, STUB_LAUNCH, assert_refused, environment, run, write_config
+from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, lock_folder
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    return ["--config", str(write_config(tmp_path)), "--run.output_dir", str(tmp_path / "outputs")]
+
+
+def stub(arguments: list[str], acts: str, *more: str, **env: Any) -> subprocess.CompletedProcess[str]:
+    return run(STUB_LAUNCH, *arguments, *more, STUB=acts, **env)
+
+
+def one_file(folder: Path, name: str) -> str:
+    (path,) = folder.glob(f"outputs/tiny/logs/*/{name}")
+    return path.read_text()
+
+
+def test_done(arguments: list[str], tmp_path: Path) -> None:
+    done = stub(arguments, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0 says hello\n"
+    assert "rank 0 complains" in done.stderr
+    assert "rank 1" not in done.stderr.replace("rank 1 says", "")
+    assert one_file(tmp_path, "rank-1.out") == "rank 1 says hello\n"
+    assert one_file(tmp_path, "rank-1.err") == "rank 1 complains\n"
+    from titanlite.config.load import load
+
+    given = load(arguments[1], arguments[2:]).config
+    assert load(str(tmp_path / "outputs/tiny/config.toml")).config == given
+
+
+def test_log_rank_all(arguments: list[str]) -> None:
+    done = stub(arguments, "", "--nproc", "4", LOG_RANK="all")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] rank {rank} says hello" for rank in range(4)]
+
+
+def test_log_rank_one(arguments: list[str]) -> None:
+    done = stub(arguments, "", LOG_RANK="1")
+    assert done.stdout == "rank 1 says hello\n"
+
+
+@pytest.mark.parametrize(("given", "threads"), [({}, None), ({"OMP_NUM_THREADS": "7"}, "7")])
+def test_worker_environment(arguments: list[str], given: dict[str, str], threads: str | None) -> None:
+    done = stub(arguments, "0:environment", **given)
+    env = json.loads(done.stdout)
+    from titanlite.machine import cores
+
+    assert env["OMP_NUM_THREADS"] == (threads or str(max(1, cores() // 2)))
+    assert env["TITANLITE_WORLD_SIZE"] == env["WORLD_SIZE"] == "2"
+
+
+def test_failure_is_told_once(arguments: list[str]) -> None:
+    done = stub(arguments, "0:lost 1:raise 2:lost 3:lost", "--nproc", "4")
+    assert done.returncode == 1
+    assert "rank 1 (process " in done.stderr
+    assert "failed: RuntimeError: boom on 1" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "Connection closed" not in done.stderr
+    assert "rank-1.err" in done.stderr
+    assert "====" not in done.stderr and "ChildFailedError" not in done.stderr
+
+
+def test_error_of_torchs_handler(arguments: list[str]) -> None:
+    done = stub(arguments, "0:torch 1:torch")
+    assert done.returncode == 1
+    assert "KeyError: 'no such thing'" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_killed_worker(arguments: list[str]) -> None:
+    done = stub(arguments, "0:lost 1:kill")
+    assert done.returncode == 1
+    assert "rank 1 (process " in done.stderr
+    assert "SIGKILL" in done.stderr and "rank-1.err" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_without_a_record(arguments: list[str]) -> None:
+    done = stub(arguments, "1:quiet")
+    assert done.returncode == 1
+    assert "exited with 3" in done.stderr and "the last words" in done.stderr
+
+
+def test_wrong_input_in_a_worker(arguments: list[str]) -> None:
+    done = stub(arguments, "0:input 1:input")
+    assert done.returncode == 2
+    assert done.stderr.count("InputError stands here") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_second_job_in_one_folder(arguments: list[str], tmp_path: Path) -> None:
+    for name in (LAUNCHER_LOCK, WORKER_LOCK):
+        with lock_folder(tmp_path / "outputs/tiny", name):
+            assert_refused(stub(arguments, ""), "outputs/tiny", "one job at a time")
+    assert stub(arguments, "").returncode == 0
+
+
+# --- no worker lives on ---
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+class Running:
+    """A launcher whose workers hang, and their process ids."""
+
+    def __init__(self, arguments: list[str], folder: Path, acts: str) -> None:
+        self.process = subprocess.Popen(
+            ["sh", "-c", 'trap "" HUP; exec "$@"', "nohup", *STUB_LAUNCH, *arguments],
+            cwd=ROOT,
+            env=environment(STUB=acts, STUB_FOLDER=str(folder)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        files = [folder / f"pid-{rank}" for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(path.exists() and path.read_text() for path in files):
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.05)
+        self.workers = [int(path.read_text()) for path in files]
+
+    def end(self) -> tuple[int, str]:
+        _, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stderr
+
+    def close(self) -> None:
+        for pid in (self.process.pid, *self.workers):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def running(arguments: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    job = Running(arguments, tmp_path, getattr(request, "param", "0:hang 1:hang"))
+    yield job
+    job.close()
+
+
+def test_nohup(running: Running) -> None:
+    running.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert running.process.poll() is None
+    assert all(alive(pid) for pid in running.workers)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_ends_all(running: Running, signum: signal.Signals) -> None:
+    running.process.send_signal(signum)
+    code, stderr = running.end()
+    assert code == 1
+    assert f"stopped by {signum.name}" in stderr and "Traceback" not in stderr
+    assert not any(alive(pid) for pid in running.workers)
+
+
+@pytest.mark.parametrize("running", ["0:stubborn 1:stubborn"], indirect=True)
+def test_second_signal_leaves_no_worker(running: Running) -> None:
+    for _ in range(3):
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    code, stderr = running.end()
+    assert code == 1 and "Traceback" not in stderr
+    assert not any(alive(pid) for pid in running.workers)
+
+
+@pytest.mark.parametrize("running", ["0:stubborn 1:stubborn"], indirect=True)
+def test_workers_die_with_a_killed_launcher(running: Running) -> None:
+    running.process.kill()
+    running.process.wait()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in running.workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in running.workers)
+
+
+# --- several nodes, on this machine ---
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_node(arguments: list[str], rank: int, port: int, *more: str, **env: str) -> subprocess.Popen[str]:
+    variables = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | env
+    return subprocess.Popen(
+        [*STUB_LAUNCH, *arguments, *more],
+        cwd=ROOT,
+        env=environment(LOG_RANK="all", **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_nodes(arguments: list[str]) -> None:
+    port = free_port()
+    nodes = [start_node(arguments, rank, port, STUB="1:environment 3:environment") for rank in range(2)]
+    outputs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    for rank, (stdout, _) in zip((1, 3), outputs, strict=True):
+        (line,) = [line for line in stdout.splitlines() if "{" in line]
+        env = json.loads(line.removeprefix(f"[rank {rank}] "))
+        assert (env["RANK"], env["WORLD_SIZE"], env["TITANLITE_WORLD_SIZE"]) == (str(rank), "4", "4")
+
+
+def test_a_missing_node_is_waited_for_and_told(arguments: list[str]) -> None:
+    node = start_node(arguments, 0, free_port(), "--comm.init_timeout_seconds", "3", STUB="")
+    _, stderr = node.communicate(timeout=120)
+    assert node.returncode == 1
+    assert "2 nodes did not all meet" in stderr and "Traceback" not in stderr

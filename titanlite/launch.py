@@ -1,0 +1,294 @@
+"""The parent of a run: reads and checks everything there is to check, then starts the workers of this node.
+
+No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input, 75 preempted and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from titanlite import __version__
+from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
+from titanlite.config import check
+from titanlite.config.layout import fixed_world_size, plan_batch, resolve_layout
+from titanlite.config.load import Loaded, dump, load
+from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
+from titanlite.config.validate import COMMAND_LINE
+from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, read_integer, read_nodes
+from titanlite.supervise import Job, run_workers, say
+
+DEFAULT_CONFIG = "llama_debug.toml"
+DEFAULT_CPU_PROCESSES = 2
+WORKER = "titanlite.train"
+MOST_PROCESSES = 4096
+
+USAGE = "run_train.sh [--config NAME] [--nproc N] [--section.key VALUE | --section.key=VALUE ...]"
+EPILOG = """environment:
+  NPROC                    as --nproc
+  NNODES, NODE_RANK        number of machines, and which one this is (from 0); run the same command on each
+  MASTER_ADDR, MASTER_PORT where the machines meet: a host they all reach, and a free port of it (default 29500)
+  RDZV_ID                  a name of the run, the same on all nodes; with it NODE_RANK may be left out
+  LOG_RANK                 ranks whose output is shown: 0 (default), a list such as 0,3, or all
+  OMP_NUM_THREADS          threads of each process (default: cores / processes)
+  CUDA_VISIBLE_DEVICES     the GPUs to use
+
+exit code: 0 done, 1 a worker failed, 2 wrong input, 75 preempted and saved (run again to go on)
+
+every key of the config, as an option (titanlite config NAME prints a run with all of them):
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what the command line asks for, and returns the exit code."""
+    try:
+        return launch(sys.argv[1:] if argv is None else argv)
+    except InputError as error:
+        print_problems(error.problems)
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_ERROR
+
+
+def launch(argv: Sequence[str], worker: str = WORKER) -> int:
+    """worker: the module to run in each process, as `python -m worker CONFIG_TOML`. Raises InputError."""
+    if "--setup-only" in argv:
+        return EXIT_DONE  # there is a Python that runs this
+    plan = make_plan(argv, os.environ)
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    run_folder = check.run_folder(plan.loaded)
+    locks = lock_run(run_folder, plan.nodes)
+    try:
+        prepare_data(plan.loaded)
+        log_folder = make_log_folder(run_folder, plan.nodes)
+        config_path = write_config(plan, run_folder if plan.nodes.is_main else log_folder)
+        say(describe(plan, run_folder, log_folder))
+        job = Job(plan.nodes, plan.nproc, plan.shown, log_folder, plan.loaded.config.comm.init_timeout_seconds)
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // plan.nproc))
+        return run_workers(job, worker, [str(config_path)], {"OMP_NUM_THREADS": threads})
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+# --- what is asked for ---
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are problems like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(Problem(COMMAND_LINE, "argument", message, USAGE, "--help says more"))
+
+    def format_help(self) -> str:
+        from titanlite.commands.config import keys_help
+
+        return super().format_help() + keys_help() + "\n"
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="run_train.sh",
+        usage=USAGE,
+        description="Trains what a TOML file declares.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="NAME",
+        default=DEFAULT_CONFIG,
+        help=f"a TOML file, or the name of one in train_configs/ (default: {DEFAULT_CONFIG})",
+    )
+    parser.add_argument(
+        "--nproc",
+        metavar="N",
+        default="",
+        help="processes on this machine (default: what the layout fixes, else one per GPU, else "
+        f"{DEFAULT_CPU_PROCESSES} on the CPU)",
+    )
+    parser.add_argument("--setup-only", action="store_true", help="stop once the Python environment is ready")
+    parser.add_argument("--version", action="version", version=f"titanlite {__version__}")
+    return parser
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has passed every check: what to start on this node."""
+
+    loaded: Loaded
+    nodes: Nodes
+    nproc: int
+    gpus: int
+    shown: frozenset[int] | None
+    warnings: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes.count * self.nproc
+
+
+def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Reads the command line, the environment and the config. Raises InputError with all that is wrong."""
+    options, overrides = make_parser().parse_known_args(list(argv))
+    problems: list[Problem] = []
+    if overrides and not overrides[0].startswith("-"):
+        fix = f"did you mean --config {overrides[0]}?" if len(overrides) == 1 else "write --section.key VALUE"
+        problems.append(Problem(COMMAND_LINE, "argument", f'"{overrides[0]}"', USAGE, fix))
+        overrides = []
+    nodes = read_nodes(environ, problems)
+    asked = read_process_count(options.nproc, environ, problems)
+    try:
+        loaded = load(options.config, overrides)
+    except InputError as error:
+        raise InputError([*problems, *error.problems]) from None
+
+    gpus = 0 if loaded.config.run.device == "cpu" else gpu_count(environ)
+    nproc = asked or process_count(loaded, nodes, gpus, problems)
+    # With a problem above, the world is not known to be what was meant.
+    world = nodes.count * nproc if nproc and not problems else None
+    problems += check.static_problems(loaded, world)
+    problems += check.machine_problems(loaded, gpus, nproc)
+    shown = read_shown_ranks(environ, world, problems)
+    if problems:
+        raise InputError(problems)
+    assert nproc and world
+    return Plan(loaded, nodes, nproc, gpus, shown, tuple(check.warnings(loaded, world)))
+
+
+def read_process_count(option: str, environ: Mapping[str, str], problems: list[Problem]) -> int | None:
+    """--nproc, else NPROC; None when neither is given or it is wrong."""
+    if not option:
+        return read_integer(environ, "NPROC", 1, MOST_PROCESSES, problems, "processes on this machine")
+    found: list[Problem] = []
+    count = read_integer({"--nproc": option}, "--nproc", 1, MOST_PROCESSES, found, "processes on this machine")
+    problems += [Problem(COMMAND_LINE, problem.key, problem.got, problem.allowed) for problem in found]
+    return count
+
+
+def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Problem]) -> int | None:
+    """Processes of this node when nobody says: what the layout fixes, else one a GPU, else two."""
+    world = fixed_world_size(loaded.config.parallelism)
+    if not world:
+        return gpus or DEFAULT_CPU_PROCESSES
+    if world % nodes.count:
+        allowed = f"a divisor of the layout's {world} processes"
+        fix = "change NNODES, or the degrees in [parallelism]"
+        problems.append(Problem(ENVIRONMENT, "NNODES", str(nodes.count), allowed, fix))
+        return None
+    return world // nodes.count
+
+
+def read_shown_ranks(environ: Mapping[str, str], world: int | None, problems: list[Problem]) -> frozenset[int] | None:
+    """LOG_RANK as ranks; None for all of them."""
+    text = environ.get("LOG_RANK", "") or "0"
+    if text == "all":
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if all(part.isascii() and part.isdigit() and (world is None or int(part) < world) for part in parts):
+        return frozenset(int(part) for part in parts)
+    most = f"0 to {world - 1}" if world else "from 0"
+    problems.append(Problem(ENVIRONMENT, "LOG_RANK", f'"{text}"', f"all, or ranks {most} separated by commas"))
+    return None
+
+
+# --- what is made before the workers start ---
+
+
+def lock_run(run_folder: Path, nodes: Nodes) -> list[FolderLock]:
+    """One job per run folder. The other nodes of a job may share its folder, so each locks a file of its own."""
+    name = LAUNCHER_LOCK if nodes.is_main else f"node-{nodes.rank or os.uname().nodename}-{LAUNCHER_LOCK}"
+    lock = lock_folder(run_folder, name)
+    if nodes.is_main:
+        probe_folder(run_folder, WORKER_LOCK)  # workers that outlived their launcher
+    return [lock]
+
+
+def prepare_data(loaded: Loaded) -> None:
+    """Tokenises what is not in the cache yet, here, where its progress is seen once."""
+    from titanlite.data.prepare import prepare
+
+    config = loaded.config
+    prepare(
+        config.data,
+        config.tokenizer,
+        config.model.vocab_size,
+        config.training.seq_len,
+        report=say,
+        validation=config.validation.enable,
+    )
+
+
+def make_log_folder(run_folder: Path, nodes: Nodes) -> Path:
+    """A new folder for the workers' output, so that a restart keeps what the run before it said."""
+    name = time.strftime("%Y-%m-%d_%H-%M-%S")
+    if nodes.count > 1:
+        name += f"-node-{nodes.rank if nodes.rank is not None else os.uname().nodename}"
+    folder = run_folder / "logs" / name
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        try:
+            (unique := folder.with_name(folder.name + suffix)).mkdir(parents=True)
+            return unique
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+    raise AssertionError(f"a hundred runs in one second in {folder}")
+
+
+def write_config(plan: Plan, folder: Path) -> Path:
+    """Writes the resolved config, atomically: the one file that all workers of this node read."""
+    path = folder / "config.toml"
+    new = folder / f".config.toml.{os.getpid()}"
+    try:
+        new.write_text(dump(plan.loaded.config), encoding="utf-8")
+        os.replace(new, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path.resolve()
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    return InputError(Problem("", str(path), error.strerror or str(error), "a path that can be written"))
+
+
+# --- what the user sees ---
+
+
+def print_problems(problems: Sequence[Problem]) -> None:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    text = "\n".join(str(problem) for problem in problems).replace("\n", "\n  ")
+    print(f"titanlite: {count}, nothing was started\n  {text}", file=sys.stderr, flush=True)
+
+
+def describe(plan: Plan, run_folder: Path, log_folder: Path) -> str:
+    config = plan.loaded.config
+    layout = resolve_layout(config.parallelism, plan.world_size)
+    batch = plan_batch(config.training, layout)
+    device = "GPU" if plan.gpus else "CPU"
+    where = f"{plan.world_size} {device} process{'es' if plan.world_size > 1 else ''}"
+    if plan.nodes.count > 1:
+        where += f" on {plan.nodes.count} nodes"
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+    degrees = ", ".join(f"{name} {getattr(layout, name)}" for name in axes if getattr(layout, name) > 1)
+    lines = [
+        f"{config.run.name}: {where}{f' ({degrees})' if degrees else ''}; "
+        f"{batch.rank_samples} samples a rank and step, as {batch.accumulation_steps} x {batch.local_batch_size}",
+        f"run folder {run_folder} (config.toml: the run with every key)",
+    ]
+    if plan.shown is not None and len(plan.shown) < plan.world_size:
+        lines.append(f"output of the ranks not shown (LOG_RANK): {log_folder}")
+    return "\n  ".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
