@@ -14,12 +14,14 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from titanlite.config.load import load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
+from titanlite.lifeline import die_with_launcher
 from titanlite.parallel import runtime
 from titanlite.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     name, *overrides = sys.argv[1:] if argv is None else argv
+    die_with_launcher()
     try:
         config = load(name, overrides).config
         ranks = runtime.start(config.comm, config.run, config.parallelism)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import titanlite
-from titanlite.checkpoint.lock import lock_folder
+from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.layout import plan_batch
+from titanlite.config.layout import parameter_counts, plan_batch
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
-from titanlite.data.loader import Batch, ValidationData, build_train_loader, data_fingerprint
+from titanlite.data.loader import IGNORED, Batch, ValidationData, build_train_loader, data_fingerprint
 from titanlite.data.prepare import prepare
+from titanlite.lifeline import has_launcher
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.throughput import Throughput
+from titanlite.metrics.throughput import Throughput, bf16_slower_than_fp32, peak_flops
 from titanlite.model.flops import flops_per_token
 from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
 from titanlite.parallel import gradients
-from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.parallelize import DTYPES, parallelize
 from titanlite.parallel.runtime import Ranks
 
 
@@ -87,14 +86,15 @@ class Trainer:
         self.folder = Path(config.run.output_dir) / config.run.name
         self.state = TrainState()
         self.pending: PendingStep | None = None
-        self._lock = lock_folder(self.folder, "worker", wait_seconds=10) if ranks.is_main else None
+        self.first_step_of_process = True
+        self._lock = lock_folder(self.folder, WORKER_LOCK, wait_seconds=10) if ranks.is_main else None
 
         self._build_data()
         self._build_checkpoints()
         self._read_resume_point()
-        self._build_metrics()
         if self.finished:
             return
+        self._build_metrics()
         self._build_model()
         self._load_checkpoint()
         self._build_loader()
@@ -104,13 +104,18 @@ class Trainer:
     def _build_data(self) -> None:
         config = self.config
         self.prepared = prepare(
-            config.data, config.tokenizer, config.model.vocab_size, config.training.seq_len, report=self._say
+            config.data,
+            config.tokenizer,
+            config.model.vocab_size,
+            config.training.seq_len,
+            report=(lambda message: None) if has_launcher() else self._say,  # which has shown it already
+            validation=config.validation.enable,
         )
-        self.data_fingerprint = data_fingerprint(self.prepared, config.training.seq_len, config.run.seed)
+        self.data_fingerprint = data_fingerprint(self.prepared, seq_len=config.training.seq_len, seed=config.run.seed)
         self.validation = None
         if config.validation.enable:
             self.validation = ValidationData(self.prepared, config.training.seq_len, config.validation.samples)
-            self.token_bytes = torch.as_tensor(self.validation.token_bytes).to(self.ranks.device)
+            self.token_bytes = self.validation.token_bytes.to(self.ranks.device)
 
     def _build_checkpoints(self) -> None:
         self.checkpoints = None
@@ -138,12 +143,27 @@ class Trainer:
             resumed_step=self.state.step,
             total_steps=config.training.steps,
         )
+        dtype = DTYPES[config.training.mixed_precision_param]
+        if ranks.device.type == "cpu" and dtype is torch.bfloat16:
+            slower = bf16_slower_than_fp32(ranks.device, ranks)
+            if slower > 1.0:
+                self._say(
+                    f"warning: bfloat16 matmuls are {slower:.1f} times slower than float32 ones on this CPU; "
+                    "--training.mixed_precision_param float32 is faster"
+                )
+        flops = flops_per_token(config.model, config.training.seq_len)
+        peak = peak_flops(ranks.device, dtype, config.metrics, ranks)
+        self.throughput = Throughput(
+            flops_per_token=flops.palm,
+            causal_flops_per_token=flops.causal,
+            peak=peak,
+            world_size=ranks.world_size,
+            device=ranks.device,
+        )
+        self._say(f"MFU is the share of {peak}")
 
     def _build_model(self) -> None:
         config, ranks = self.config, self.ranks
-        self.throughput = Throughput.measure(
-            config.metrics, flops_per_token(config.model, config.training.seq_len), config.training, ranks
-        )
         self.model = parallelize(
             config.model,
             config.training,
@@ -153,8 +173,10 @@ class Trainer:
             seed=config.run.seed,
             ranks=ranks,
         )
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer = AdamW(self.parameters.items(), config.optimizer)
+        self.parameters = self.model.named_parameters()
+        self.optimizer = AdamW(self.parameters, config.optimizer)
+        counts = parameter_counts(config.model)
+        self._say(f"{counts.total:,} parameters, {ranks.world_size} x {ranks.device.type}")
 
     def _load_checkpoint(self) -> None:
         if self.resume_path is None:
@@ -185,6 +207,11 @@ class Trainer:
     def finished(self) -> bool:
         return self.state.step >= self.config.training.steps
 
+    @property
+    def ending(self) -> bool:
+        """No step follows: training.steps are done, or data.epochs are used up."""
+        return self.finished or self.loader.steps_left == 0
+
     def train(self) -> None:
         if self.finished:
             self._say(
@@ -192,89 +219,94 @@ class Trainer:
                 f"To go on: --training.steps N with N above {self.state.step}. To start anew: --run.name OTHER."
             )
             return
-        first_step = self.state.step
         gc_freq = self.config.training.gc_freq
         if gc_freq:
             gc.disable()  # ranks that collect at different moments wait for each other
             gc.collect()
-        self.throughput.start()
-        batches = iter(self.loader)
-        while not self.finished:
+        self.throughput.reset()
+        while not self.ending:
             waited = time.perf_counter()
-            microbatches = next(batches, None)
-            if microbatches is None:
-                break
-            self.throughput.data_wait(time.perf_counter() - waited)
+            microbatches = next(self.loader)
+            waited = time.perf_counter() - waited
+            previous, self.pending = self.pending, None
             self.train_step(microbatches)
+            if previous is not None:
+                self._report(previous)
+            self.throughput.step(self.tokens_per_step, waited)
             self._after_step()
             if gc_freq and self.state.step % gc_freq == 0:
                 gc.collect(1)
-        self._end(first_step)
+        self._end()
 
     def train_step(self, microbatches: Sequence[Batch]) -> None:
         """One optimizer step on this rank's slice of the step's samples. Nothing in it waits for the device."""
-        config, ranks = self.config, self.ranks
+        config = self.config
         lr = lr_at(self.state.step + 1, config.optimizer.lr, config.lr_scheduler)
-        microbatches = [
-            {key: value.to(ranks.device, non_blocking=True) for key, value in batch.items()} for batch in microbatches
-        ]
         loss_sum = self.model.forward_backward(microbatches)
-        targets = torch.stack([(batch["labels"] != -100).sum() for batch in microbatches]).sum()
-        totals = ranks.sum_over_data(torch.stack([loss_sum.double(), targets.double()]))
+        targets = sum(((batch["labels"] != IGNORED).sum() for batch in microbatches), torch.zeros(()))
+        totals = torch.stack([loss_sum, targets.to(loss_sum, non_blocking=True)])
+        totals = self.ranks.sum_over_data(totals)
         loss = totals[0] / totals[1]
         stats = gradients.finish(self.parameters.values(), totals[1], config.training.max_norm)
-        found_inf = torch.maximum(stats.found_inf, (~torch.isfinite(loss)).to(stats.found_inf.dtype))
+        found_inf = torch.where(torch.isfinite(loss), stats.found_inf, 1.0)
         self.optimizer.step(lr, stats.grad_scale, found_inf)
         self.model.zero_grad()
 
-        previous, self.pending = self.pending, None
         self.state.step += 1
         self.state.samples += config.training.global_batch_size
-        self.state.tokens += config.training.global_batch_size * config.training.seq_len
-        self.pending = PendingStep(dataclasses.replace(self.state), lr, DeferredScalars([loss, stats.norm, found_inf]))
-        if previous is not None:
-            self._report_step(previous)
+        self.state.tokens += self.tokens_per_step
+        scalars = DeferredScalars([loss, stats.norm, found_inf])
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.training.global_batch_size * self.config.training.seq_len
 
     def _after_step(self) -> None:
-        """Validation and checkpoints; both first wait for the step's own numbers, so that a bad step stops the run."""
-        config, step = self.config, self.state.step
-        last = self.finished
-        if self.validation is not None and (step % config.validation.freq == 0 or last):
-            self._flush(self.validate())
-        if self.checkpoints is not None and (step % config.checkpoint.interval == 0 or last):
-            self._flush()
+        """Validation and checkpoints. Both first read the step's own numbers, so that a bad step is never saved."""
+        config, step, last = self.config, self.state.step, self.ending
+        if self.first_step_of_process:
+            self.first_step_of_process = False
+            self.ranks.use_train_timeout()
+        validate = self.validation is not None and (step % config.validation.freq == 0 or last)
+        save = self.checkpoints is not None and (step % config.checkpoint.interval == 0 or last)
+        # On a CPU the step is over when train_step returns: there is nothing to wait for, and no reason to wait.
+        if validate or save or last or self.ranks.device.type == "cpu":
+            self._flush(self.validate if validate else None)
+        if save:
             self.save(wait=last)
+        elif self.checkpoints is not None:
+            self.checkpoints.poll()
 
-    def _end(self, first_step: int) -> None:
+    def _end(self) -> None:
         self._flush()
-        step = self.state.step
-        if not self.finished:
-            self._say(
-                f"the data's {self.config.data.epochs} epochs are used up after step {step} "
-                f"({self.state.samples} samples). To go on: raise data.epochs, or set it to 0."
-            )
-            if self.checkpoints is not None and step > first_step and step % self.config.checkpoint.interval:
-                self.save(wait=True)
         if self.checkpoints is not None:
             self.checkpoints.finish()
         self.loader.close()
-        self.metrics.close()
+        gc.enable()
+        step, epochs = self.state.step, self.config.data.epochs
         if self.finished:
             self._say(f"finished at step {step}: {self.folder}")
+        else:
+            self._say(
+                f"ended at step {step}: less than a step is left of the data's {epochs} epochs "
+                f"({self.state.samples} samples are used). To go on: raise data.epochs, or set it to 0 for no limit."
+            )
+        self.metrics.close()
 
     # ---- validation --------------------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
         """The mean loss in nats a token, and in bits a byte of text, over a fixed set of held-out samples."""
         assert self.validation is not None
-        with self.throughput.paused():
+        with self.throughput.pause():
             sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)  # nats, targets, bytes
             for batch in self.validation.batches(
                 self.ranks.data_rank, self.ranks.data_size, self.config.training.local_batch_size
             ):
                 batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in batch.items()}
                 labels = batch["labels"]
-                valid = labels != -100
+                valid = labels != IGNORED
                 sums[0] += self.model.evaluate(batch)
                 sums[1] += valid.sum()
                 sums[2] += (self.token_bytes[labels.clamp_min(0)] * valid).sum()
@@ -291,15 +323,10 @@ class Trainer:
         assert self.pending is None, "a step must be known to be finite before it is saved"
         manifest = {
             "layout": dataclasses.asdict(self.ranks.layout),
-            "versions": {
-                "titanlite": titanlite.__version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
             "config": self.config.model_dump(mode="json"),
             "train_state": {**dataclasses.asdict(self.state), "data_fingerprint": self.data_fingerprint},
         }
-        with self.throughput.paused():
+        with self.throughput.pause():
             self.checkpoints.save(self.state.step, self._tensors(), manifest, wait=wait)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -336,7 +363,7 @@ class Trainer:
 
     # ---- reports -----------------------------------------------------------------------------------------------
 
-    def _report_step(self, done: PendingStep, extra: dict[str, float] | None = None) -> None:
+    def _report(self, done: PendingStep, validate: Callable[[], dict[str, float]] | None = None) -> None:
         """Reads a launched step's numbers, stops all ranks if they are not finite, logs them when it is time."""
         loss, norm, not_finite = done.scalars.get()
         step = done.state.step
@@ -344,12 +371,12 @@ class Trainer:
             if self.checkpoints is not None:
                 self.checkpoints.finish()
             raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {norm}. The update was not applied and nothing was saved "
-                "since. Start again to resume from the last checkpoint; a lower optimizer.lr or training.max_norm helps."
+                f"step {step}: loss {loss}, gradient norm {norm}. The update was skipped and nothing was saved since. "
+                "Start again to resume from the last checkpoint; a lower optimizer.lr or training.max_norm may help."
             )
-        self.throughput.step_done()
+        extra = validate() if validate else {}
         last = step == self.config.training.steps
-        if extra is None and step % self.config.metrics.log_freq and step != 1 and not last:
+        if not extra and step % self.config.metrics.log_freq and step != 1 and not last:
             return
         row = {
             "step": step,
@@ -360,14 +387,14 @@ class Trainer:
             "samples": done.state.samples,
             "tokens": done.state.tokens,
             **self.throughput.row(),
-            **(extra or {}),
+            **extra,
         }
         self.metrics.log(row)
 
-    def _flush(self, extra: dict[str, float] | None = None) -> None:
+    def _flush(self, validate: Callable[[], dict[str, float]] | None = None) -> None:
         if self.pending is not None:
             done, self.pending = self.pending, None
-            self._report_step(done, extra)
+            self._report(done, validate)
 
     def _say(self, message: str) -> None:
         if not self.ranks.is_main:

@@ -1,0 +1,22 @@
+"""Text and reference runs, made once for all parity tests."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity import harness
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.make_text(tmp_path_factory.mktemp("parity") / "text")
+
+
+@pytest.fixture(scope="session")
+def reference(text: Path) -> harness.Record:
+    return harness.run(harness.ONE_PROCESS, text)[0]
+
+
+@pytest.fixture(scope="session")
+def tied_reference(text: Path) -> harness.Record:
+    return harness.run(harness.ONE_PROCESS, text, sections=harness.TIED)[0]
