@@ -132,12 +132,13 @@ _CONSEQUENCE = re.compile(
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure to report: the earliest that is not the consequence of another.
 
-    A lost connection is a consequence, and so is an end by SIGTERM, which the agent sends to all others once one has
-    failed. What is given comes in the order of discovery, which decides between equals.
+    A lost connection is a consequence, and so is an end by SIGTERM without a recorded error: the agent sends it to
+    all others once it sees one that has failed. What is given comes in the order of discovery, which decides between
+    equals.
     """
 
     def key(failure: Failure) -> tuple[int, float]:
-        if failure.exit_code == -signal.SIGTERM:
+        if failure.exit_code == -signal.SIGTERM and not failure.error:
             return 2, 0.0
         return (1 if _CONSEQUENCE.search(failure.error) else 0), failure.when
 

@@ -1,7 +1,7 @@
 """Worker entry: `python -m titanlite.train CONFIG.toml`, one process a rank, started by the launcher or by torchrun.
 
-Exit codes: 0 done, 2 the input is wrong (the problems are printed once), 1 anything else (the error is handed to the
-launcher, which prints the first one only).
+Exit codes: 0 done, 2 the input is wrong, 1 anything else. Errors are handed to the launcher, which prints the first
+one only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(name, overrides).config
         ranks = runtime.start(config.comm, config.run, config.parallelism)
         Trainer(config, ranks).train()
-    except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr, flush=True)
-        return EXIT_WRONG_INPUT
     except Exception as error:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        wrong_input = isinstance(error, InputError)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # The launcher shows the first rank's error, once; torchrun shows the file's path.
+            get_error_handler().record_exception(error)
+        elif wrong_input:
+            print(error, file=sys.stderr, flush=True)
+        else:
             raise
-        get_error_handler().record_exception(error)
-        return EXIT_ERROR
+        return EXIT_WRONG_INPUT if wrong_input else EXIT_ERROR
     runtime.stop()
     return EXIT_DONE
 

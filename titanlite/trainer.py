@@ -199,6 +199,7 @@ class Trainer:
             data_size=ranks.data_size,
             local_batch_size=plan.local_batch_size,
             start_sample=self.state.samples,
+            pin_memory=ranks.device.type == "cuda",
         )
 
     # ---- the loop ----------------------------------------------------------------------------------------------

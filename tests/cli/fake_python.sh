@@ -13,7 +13,8 @@ case "$*" in
         cp "$0" "$3/bin/python"
         ;;
     "-m pip install"*)
-        echo "${*#-m }" >>"$FAKE_LOG"
+        words="$*"
+        echo "${words#-m }" >>"$FAKE_LOG"
         sleep "${FAKE_PIP_SECONDS:-0}"
         [ -z "${FAKE_PIP_FAILS-}" ] || exit 1
         echo "${FAKE_TORCH:-2.13.0+cpu}" >"$here/torch"

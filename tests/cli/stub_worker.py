@@ -38,6 +38,9 @@ def act(what: str) -> int:
         case "raise":
             return fail(RuntimeError(f"boom on {RANK}"))
         case "lost":  # what peers of a dead rank report, a moment later
+            signs = [sign_of_end(1), sign_of_end(1).with_suffix(".json")]
+            while not any(sign.exists() for sign in signs):
+                time.sleep(0.01)
             time.sleep(0.05)
             return fail(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
         case "torch":  # torch's own error handler
@@ -54,6 +57,7 @@ def act(what: str) -> int:
             print("the last words", file=sys.stderr)
             return 3
         case "kill":
+            sign_of_end(RANK).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         case "stubborn":  # deaf to SIGTERM
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,6 +67,10 @@ def act(what: str) -> int:
         case _:
             raise AssertionError(what)
     return 0
+
+
+def sign_of_end(rank: int) -> Path:
+    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(f"rank-{rank}.error.gone")
 
 
 def wait() -> None:

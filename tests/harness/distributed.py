@@ -71,11 +71,12 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
             for worker in workers:
                 worker.start()
             timed_out = _wait(workers, timeout)
+            running = {rank for rank, worker in enumerate(workers) if worker.is_alive()}
             if timed_out:
                 _dump_stacks(workers)
         finally:
             _kill(workers)
-        return _collect(Path(folder), workers, timeout if timed_out else None)
+        return _collect(Path(folder), workers, running, timeout if timed_out else None)
 
 
 def run_spawned(fn: Callable[..., Any], world_size: int, *args: Any, run: RunConfig | None = None) -> list[Any]:
@@ -183,24 +184,26 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
         worker.join()
 
 
-def _collect(folder: Path, workers: Sequence[BaseProcess], timed_out: float | None) -> list[Any]:
+def _collect(folder: Path, workers: Sequence[BaseProcess], ended_here: set[int], timed_out: float | None) -> list[Any]:
+    """Results by rank, or WorkerFailed. ended_here: ranks that ran until they were killed here."""
     failures = []
     for rank, worker in enumerate(workers):
         error, fault = folder / f"{rank}.error", folder / f"{rank}.fault"
         stacks = fault.read_text() if fault.exists() else ""
+        code = worker.exitcode or 0
         if error.exists():
             moment, report = error.read_text().split("\n", 1)
             failures.append(Failure(int(moment), rank, f"rank {rank} raised:\n{report}"))
-        elif timed_out is not None and worker.exitcode == -signal.SIGKILL:
-            report = f"rank {rank} was still running after {timed_out:g} s:\n{stacks}"
-            failures.append(Failure(time.time_ns(), rank, report))
-        elif worker.exitcode == -signal.SIGKILL and stacks == "":
-            pass  # killed here after another rank's failure
-        elif worker.exitcode is not None and worker.exitcode < 0:
-            name = signal.Signals(-worker.exitcode).name
-            failures.append(Failure(fault.stat().st_mtime_ns, rank, f"rank {rank} was killed by {name}:\n{stacks}"))
-        elif worker.exitcode != 0:
-            failures.append(Failure(time.time_ns(), rank, f"rank {rank} exited with {worker.exitcode}"))
+        elif rank in ended_here:
+            if timed_out is not None:
+                report = f"rank {rank} was still running after {timed_out:g} s:\n{stacks}"
+                failures.append(Failure(time.time_ns(), rank, report))
+        elif code < 0:
+            moment_ns = fault.stat().st_mtime_ns if fault.exists() else time.time_ns()
+            report = f"rank {rank} was killed by {signal.Signals(-code).name}:\n{stacks}"
+            failures.append(Failure(moment_ns, rank, report))
+        elif code > 0:
+            failures.append(Failure(time.time_ns(), rank, f"rank {rank} exited with {code}"))
     if failures:
         failures.sort(key=lambda failure: failure.time_ns)
         raise WorkerFailed("\n".join(failure.report for failure in failures), failures[0].rank)

@@ -19,6 +19,7 @@ MODULES = (
     "titanlite.optim.schedule",
     "titanlite.data.loader",
     "titanlite.checkpoint.manager",
+    "titanlite.trainer",
 )
 
 for module in MODULES:

@@ -230,10 +230,10 @@ def make_text(folder: Path) -> Path:
     generator = random.Random(5)
     words = ["".join(generator.choices("abcdefghijklmnop", k=generator.randint(2, 7))) for _ in range(150)]
     lines = []
-    for name, documents in (("a", 40), ("b", 25)):
+    for name, documents in (("a", 14), ("b", 12)):
         (folder / name).mkdir(parents=True)
         for number in range(documents):
-            text = " ".join(generator.choices(words, k=generator.randint(60, 260)))
+            text = " ".join(generator.choices(words, k=generator.randint(20, 80)))
             (folder / name / f"{number:03}.txt").write_text(text)
             lines += [text[start : start + 200] for start in range(0, len(text), 200)]
     sentencepiece.SentencePieceTrainer.train(

@@ -67,6 +67,8 @@ def test_root_cause() -> None:
     assert root_cause([aborted, boom]) is boom
     assert root_cause([ended, lost]) is lost
     assert root_cause([ended]) is ended
+    ended_late = Failure(1, -signal.SIGTERM, 11, when=100.2, error="ValueError: first")  # it had just recorded it
+    assert root_cause([lost, later, ended_late]) is ended_late
 
 
 def test_report_of_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path) -> None:

@@ -60,7 +60,13 @@ def lock_folder(run_folder: str | Path, name: str, wait_seconds: float = 0.0) ->
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
     except OSError as error:
         raise InputError(
-            Problem("", str(path), error.strerror or str(error), "a run folder that can be written", "--run.output_dir")
+            Problem(
+                "",
+                str(path),
+                error.strerror or str(error),
+                "a run folder that can be written",
+                "choose one with --run.output_dir",
+            )
         ) from error
     deadline = time.monotonic() + wait_seconds
     while not _try_lock(file, path):

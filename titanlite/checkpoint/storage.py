@@ -243,7 +243,7 @@ def remove(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
     fsync_folder(folder)  # from here on it is uncommitted, also after a power cut
     for path in _listing(folder):
-        if _OUR_FILES.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+        if _OUR_FILES.fullmatch(path.name) and (path.is_symlink() or path.is_file()):  # a link goes, not its target
             path.unlink(missing_ok=True)
     if not _listing(folder):
         folder.rmdir()

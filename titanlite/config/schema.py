@@ -158,14 +158,14 @@ class LRSchedulerConfig(Section):
     warmup_steps: NonNegative = Field(0, description="Steps of linear rise to the peak; step 1 is not at 0.")
     total_steps: Positive = Field(description="Length of the whole schedule, whatever training.steps is.")
     decay_ratio: Fraction = Field(
-        1.0, description="Share of total_steps spent decaying, at the end. 1: all that warmup leaves. 0: no decay."
+        1.0, description="Share of total_steps spent decaying, at the end. 1: all that warmup leaves. 0: no decay, ever."
     )
     decay_type: Literal["linear", "cosine", "sqrt"] = Field("cosine", description="Shape of the decay.")
-    min_lr_factor: Fraction = Field(0.1, description="The LR at and past the end, as a share of the peak.")
+    min_lr_factor: Fraction = Field(0.1, description="The LR at and past the end of the decay, as a share of the peak.")
 
 
 class ParallelismConfig(Section):
-    dp_replicate: Positive = Field(1, description="Replicas of the model that average nothing but gradients.")
+    dp_replicate: Positive = Field(1, description="Replicas of the model: whole copies that share nothing but the sum of their gradients.")
     dp_shard: Annotated[int, Field(ge=-1)] = Field(
         -1, description="Ranks that share parameters, gradients and optimizer state. -1: what is left of the world."
     )
@@ -205,7 +205,7 @@ class CheckpointConfig(Section):
 class ValidationConfig(Section):
     enable: bool = Field(False, description="Measure the loss on held-out documents.")
     freq: Positive = Field(
-        100, description="Steps between two validation passes; also before the first step's end and at the last step."
+        100, description="Steps between two validation passes; there is one after the last step, too."
     )
     samples: NonNegative = Field(64, description="Held-out samples of a pass, always the same. 0: all of them.")
 

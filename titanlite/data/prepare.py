@@ -6,6 +6,7 @@ The launcher calls prepare() before it starts the workers, and every worker call
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +25,9 @@ from titanlite.data.text import EMBEDDED, FingerprintOfText, Text, check_embedde
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, train_embedded_tokenizer
 
 _VERSION = 1  # raise it when the same text would become other shards: it is in the cache's keys
-_BATCH_BYTES = 8 << 20  # of text tokenised at once
+_BATCH_BYTES = 2 << 20  # of text tokenised at once
 _SPLIT_SALT = b"titanlite\n"  # so that the split is independent of what others chose by a document's sha256
-_THREADS = 2  # sentencepiece releases the interpreter; the ids do not depend on it
+_THREADS = os.cpu_count() or 1  # sentencepiece's own; the ids do not depend on it
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ def _batches(documents: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str,
 @contextmanager
 def _progress(text: Text, report: Report) -> Iterator[Callable[[int, int], None]]:
     """Gives advance(bytes read, tokens so far): a bar on a terminal, else a line every ten seconds."""
-    total = sum(text.path(file).stat().st_size for file in text.files)
+    total = text.size()
     report(f"tokenising {text.name}: {total / 1e6:,.1f} MB in {len(text.files):,} files")
     if sys.stderr.isatty():
         from rich.console import Console

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,19 +39,19 @@ class Text:
     def documents(self) -> Iterator[tuple[str, bytes]]:
         """(relative path, contents) of every file. Raises InputError for one that cannot be read."""
         for file in self.files:
-            try:
-                yield file, self.path(file).read_bytes()
-            except OSError as error:
-                got = f"a file that cannot be read ({error.strerror})"
-                raise InputError(Problem("", str(self.path(file)), got, "readable files")) from error
+            with _reading():
+                data = self.path(file).read_bytes()
+            yield file, data
+
+    def size(self) -> int:
+        """Bytes of all documents."""
+        with _reading():
+            return sum(self.path(file).stat().st_size for file in self.files)
 
     def fingerprint(self, cache_dir: Path) -> str:
         """sha256 over relative paths and contents; remembered in the cache as long as the files do not change."""
-        try:
+        with _reading():
             memo = Memo(cache_dir, "text", [self.path(file) for file in self.files])
-        except OSError as error:
-            got = f"a file that cannot be read ({error.strerror})"
-            raise InputError(Problem("", str(error.filename), got, "readable files")) from error
         if (known := memo.get()) is not None:
             return known
         digest = FingerprintOfText()
@@ -130,6 +131,15 @@ def decode(text: Text, file: str, data: bytes) -> str:
         raise InputError(
             Problem("", str(text.path(file)), got, "UTF-8 text", "convert the file, for example with iconv -t utf-8")
         ) from None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        got = f"a file that cannot be read ({error.strerror})"
+        raise InputError(Problem("", str(error.filename), got, "readable files")) from error
 
 
 def _find(root: Path, suffix: str, skip_folder: str | None = None) -> tuple[str, ...]:

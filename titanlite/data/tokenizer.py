@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,10 +184,13 @@ def train_embedded_tokenizer(cache_dir: Path, report: Report) -> Path:
 
     def build(folder: Path) -> None:
         report(f"training the embedded tokenizer: {EMBEDDED_VOCAB_SIZE} pieces")
+        started = time.monotonic()
         lines = (line for file, data in text.documents() for line in decode(text, file, data).split("\n") if line)
         model = train_tokenizer(lines, EMBEDDED_VOCAB_SIZE)
+        sha256 = hashlib.sha256(model).hexdigest()
         write_file(folder / "tokenizer.model", model)
-        write_file(folder / "sha256", hashlib.sha256(model).hexdigest().encode())
+        write_file(folder / "sha256", sha256.encode())
+        report(f"trained the embedded tokenizer in {time.monotonic() - started:.1f} s, sha256 {sha256}")
 
     def is_whole(folder: Path) -> bool:
         try:

@@ -172,7 +172,7 @@ def _combine_shards(
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, where total is fp32 and the factors may be bf16."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        torch.addmm(total, left, right, out=total)  # addmm_, in a form that FLOP counters know
     elif total.device.type == "cuda":
         total.add_(torch.mm(left, right, out_dtype=total.dtype))
     else:  # the CPU's product can only be had rounded to bf16

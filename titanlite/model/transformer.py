@@ -17,7 +17,7 @@ from titanlite.model.loss import IDENTITY, VocabularyReducer, cross_entropy_sum
 class Block(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). The unit of FSDP, compile and checkpointing.
 
-    cos and sin stay fp32 whatever x is: a wrapper that casts the inputs of forward would ruin long positions.
+    cos and sin are fp32 whatever x is: a wrapper must not cast the inputs of forward (FSDP: cast_forward_inputs=False).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -28,6 +28,7 @@ class Block(nn.Module):
         self.mlp = MLP(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        assert cos.dtype == sin.dtype == torch.float32, "rotary tables in less than fp32 are wrong at long positions"
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 

@@ -19,16 +19,17 @@ def lr_at(step: int, lr: float, config: LRSchedulerConfig) -> float:
 
     Steps 1 to warmup_steps rise linearly, the last of them at the peak. The decay is the last decay_ratio of
     total_steps, or what warmup leaves if that is less, and is at min_lr_factor * lr in step total_steps. Later steps
-    stay at min_lr_factor * lr, whatever came before. A function of its arguments alone, finite for all of them.
+    stay there; with decay_ratio 0 there is no decay, and the peak holds for ever. A function of its arguments alone,
+    finite for all of them.
     """
     assert step >= 1, "steps count from 1"
     lowest = config.min_lr_factor
-    if step > config.total_steps:
+    if step > config.total_steps and config.decay_ratio > 0:
         return lr * lowest
     if step <= config.warmup_steps:
         return lr * step / config.warmup_steps
     decay_steps = min(round(config.decay_ratio * config.total_steps), config.total_steps - config.warmup_steps)
     decayed = step - (config.total_steps - decay_steps)
-    if decayed <= 0:
+    if decayed <= 0 or config.decay_ratio == 0:
         return lr
     return lr * (lowest + (1.0 - lowest) * DECAY[config.decay_type](decayed / decay_steps))

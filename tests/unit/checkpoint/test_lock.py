@@ -81,6 +81,9 @@ def test_lasts_as_long_as_the_object(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path, "a.lock")
     lock.release()
     assert not lock.held
+    (tmp_path / "a.lock").write_text("a longer note than this process will write, " * 3)
+    with lock_folder(tmp_path, "a.lock"):
+        assert (tmp_path / "a.lock").read_text() == f"pid {os.getpid()} on {socket.gethostname()}\n"
     lock_folder(tmp_path, "a.lock").release()
 
 

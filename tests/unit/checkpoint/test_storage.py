@@ -133,8 +133,12 @@ def test_leftovers_of_the_same_step_are_replaced_and_committed_ones_kept(tmp_pat
     (folder / "manifest.json").unlink()
     (folder / "__7_0.distcp").write_text("of a larger world")
     (folder / "notes.txt").write_text("mine")
+    (tmp_path / "precious").write_text("mine")
+    (folder / "__0_0.distcp").unlink()
+    (folder / "__0_0.distcp").symlink_to(tmp_path / "precious")  # the next save must not write through it
     assert storage.prepare_folder(tmp_path, 1) == ""
     assert names(folder) == ["notes.txt"]
+    assert (tmp_path / "precious").read_text() == "mine"
 
     make(tmp_path, 2)
     assert "step-00000002.superseded-1" in storage.prepare_folder(tmp_path, 2)

@@ -74,6 +74,17 @@ def test_a_killed_build_does_not_count_and_its_rest_is_cleared(tmp_path: Path):
     assert not list(tmp_path.glob("entry.*.tmp"))
 
 
+def test_an_entry_comes_into_its_place_by_one_rename(tmp_path: Path):
+    built_in = []
+
+    def build(folder: Path) -> None:
+        built_in.append(folder.stat().st_ino)
+        (folder / "data").write_text("x")
+
+    get_or_build(tmp_path / "entry", is_whole, build, what="the entry", report=print)
+    assert built_in == [(tmp_path / "entry").stat().st_ino]
+
+
 def test_a_failed_build_leaves_nothing(tmp_path: Path):
     def build(folder: Path) -> None:
         (folder / "data").write_text("x")
@@ -108,7 +119,10 @@ def test_a_whole_entry_in_a_read_only_cache_is_used(tmp_path: Path):
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "file"
-    write_file(path, b"old")
+    write_file(path, b"older")
+    with path.open("rb") as reader:
+        write_file(path, b"old")
+        assert reader.read() == b"older"  # replaced, not written over
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write_file(path, b"new")

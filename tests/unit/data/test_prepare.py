@@ -292,6 +292,19 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(run: Prepare, text_fold
         run(text_folder)
 
 
+def test_text_that_cannot_be_read_is_refused(run: Prepare, text_folder: Path):
+    (text_folder / "gone.txt").symlink_to(text_folder / "nothing")
+    with pytest.raises(InputError, match=r"gone.txt: got a file that cannot be read"):
+        run(text_folder)
+
+
+def test_progress_on_a_terminal_is_a_bar(run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare_module.sys.stderr, "isatty", lambda: True, raising=False)
+    messages: list[str] = []
+    run(text_folder, report=messages.append)
+    assert [message.split()[0] for message in messages] == ["tokenising", "tokenised"]
+
+
 def test_all_wrong_inputs_are_reported_at_once(run: Prepare, tmp_path: Path):
     (tmp_path / "x.jsonl").write_text("{}")
     (tmp_path / "folder").mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,7 @@ def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, small_model: P
     contents = {
         "empty": b"",
         "text": b"hello world\n" * 50,
-        "random": os.urandom(4096),
+        "random": np.random.default_rng(0).bytes(4096),
         "zeros": bytes(1000),
         "half": model[: len(model) // 2],
         "byte short": model[:-1],

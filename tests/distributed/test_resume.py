@@ -1,0 +1,161 @@
+"""A resumed run is the unbroken run: bitwise under the same layout, in the middle of an epoch and at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.harness.distributed import run_distributed
+from tests.harness.training import full_tensors, merge
+from tests.parity.harness import BASE, LAYOUTS, ONE_PROCESS, Layout, data_section, make_text
+from titanlite.config.problems import InputError
+from titanlite.config.schema import Config
+from titanlite.model.init import tensors_hash
+from titanlite.parallel import runtime
+from titanlite.trainer import Trainer
+
+Sections = Mapping[str, Mapping[str, Any]]
+STEPS = 9
+SAVING: Sections = {
+    "checkpoint": {"enable": True, "interval": 100, "keep_latest_k": 2},
+    "metrics": {"enable_tensorboard": True},
+    "validation": {"enable": False},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("resume") / "text")
+
+
+def train(layout: Layout, text: Path, folder: Path, steps: int, sections: Sections | None = None) -> str:
+    """Trains to `steps`, resuming from what is in `folder`; the hash of all weights and moments at the end."""
+    here: Sections = {
+        "tokenizer": {"path": str(text / "tokenizer.model")},
+        "data": data_section(text),
+        "run": {"output_dir": str(folder), "name": "run"},
+        "training": {"steps": steps},
+    }
+    merged = merge(BASE, SAVING, layout.sections, here, sections or {})
+    hashes = run_distributed(_train, layout.world_size, merged, timeout=120)
+    assert len(set(hashes)) == 1, "ranks disagree on the final state"
+    return hashes[0]
+
+
+def _train(sections: Sections) -> str:
+    config = Config.model_validate(sections)
+    trainer = Trainer(config, runtime.start(config.comm, config.run, config.parallelism))
+    trainer.train()
+    return tensors_hash(full_tensors(trainer._tensors()).items())
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[tuple[Any, ...]]:
+    """What must be bitwise the same of every step."""
+    return [tuple(row[key] for key in ("step", "loss", "grad_norm", "lr", "samples", "tokens")) for row in rows(folder)]
+
+
+def event_steps(folder: Path, tag: str = "train/loss") -> list[int]:
+    accumulator = EventAccumulator(str(folder / "run/tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [event.step for event in accumulator.Scalars(tag)]
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2"])
+def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    unbroken = train(layout, text, tmp_path / "unbroken", STEPS)
+    for steps in (2, 5, STEPS):
+        resumed = train(layout, text, tmp_path / "broken", steps)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
+    assert resumed == unbroken
+    assert [row["step"] for row in rows(tmp_path / "broken")] == list(range(1, STEPS + 1))
+    assert event_steps(tmp_path / "broken") == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "ddp 3"])
+def test_resume_at_the_end_of_an_epoch_and_again_is_bitwise(name: str, text: Path, tmp_path: Path) -> None:
+    layout, data = LAYOUTS[name], {"training": {"global_batch_size": 12, "local_batch_size": 12}}
+    steps = 16
+    unbroken = train(layout, text, tmp_path / "unbroken", steps, data)
+    train(layout, text, tmp_path / "broken", steps, merge(data, {"data": {"epochs": 1}}))
+    ended = len(rows(tmp_path / "broken"))
+    assert 2 <= ended < steps - 2, "the run ends with the epoch's last whole step, and there is more to do"
+    assert (tmp_path / f"broken/run/checkpoints/step-{ended:08d}/manifest.json").exists(), "with a checkpoint"
+    train(layout, text, tmp_path / "broken", ended + 2, data)
+    resumed = train(layout, text, tmp_path / "broken", steps, data)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
+    assert resumed == unbroken
+
+
+def test_a_run_that_lost_its_last_steps_repeats_them_bitwise(text: Path, tmp_path: Path) -> None:
+    """As after a SIGKILL: metrics go further than the checkpoint."""
+    layout = LAYOUTS["fsdp 2"]
+    train(layout, text, tmp_path / "a", 4)
+    train(layout, text, tmp_path / "a", STEPS)
+    expected = curve(tmp_path / "a")
+    newest = tmp_path / f"a/run/checkpoints/step-{STEPS:08d}"
+    (newest / "manifest.json").unlink()  # the save was not committed
+    train(layout, text, tmp_path / "a", STEPS)
+    assert curve(tmp_path / "a") == expected
+    assert event_steps(tmp_path / "a") == list(range(1, STEPS + 1))
+    assert (newest / "manifest.json").exists()
+
+
+def test_a_finished_run_is_a_no_op(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = train(ONE_PROCESS, text, tmp_path, 2)
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(AssertionError, match="AttributeError"):  # no model was built, so there is none to hash
+        train(ONE_PROCESS, text, tmp_path, 2)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    assert train(ONE_PROCESS, text, tmp_path, 3) != first
+
+
+def test_another_layout_goes_on_within_the_promise(text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path / "one", STEPS)
+    for name, steps in (("fsdp 2", 3), ("ddp 3", 6), ("accumulation 4", STEPS)):
+        train(LAYOUTS[name], text, tmp_path / "many", steps)
+    for mine, other in zip(curve(tmp_path / "many"), curve(tmp_path / "one"), strict=True):
+        assert mine[0] == other[0] and mine[3:] == other[3:]
+        assert mine[1] == pytest.approx(other[1], rel=1e-6)
+        assert mine[2] == pytest.approx(other[2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": {"ffn_dim": 72}}, "model.ffn_dim"),
+        ({"run": {"seed": 4}}, "run.seed"),
+        ({"training": {"seq_len": 16}}, "training.seq_len"),
+        ({"data": {"validation_fraction": 0.4}}, "data.validation_fraction"),
+    ],
+)
+def test_another_run_is_refused(change: Sections, named: str, text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path, 1)
+    with pytest.raises(AssertionError) as caught:
+        train(ONE_PROCESS, text, tmp_path, 2, change)
+    assert InputError.__name__ in str(caught.value)
+    assert named in str(caught.value) and "as in the checkpoint" in str(caught.value)
+
+
+def test_a_moved_folder_and_another_batch_are_not_refused(text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path, 1)
+    (tmp_path / "text").symlink_to(text)
+    sources = [
+        source | {"path": source["path"].replace(str(text), str(tmp_path / "text"))} for source in sources_of(text)
+    ]
+    change: Sections = {"data": {"sources": sources}, "training": {"global_batch_size": 12, "local_batch_size": 6}}
+    train(ONE_PROCESS, text, tmp_path, 3, change)
+    assert [row["samples"] for row in rows(tmp_path)] == [24, 36, 48]
+
+
+def sources_of(text: Path) -> list[dict[str, Any]]:
+    return data_section(text)["sources"]

@@ -1,0 +1,167 @@
+"""Start, collectives of Ranks, seeds, timeouts, teardown."""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.distributed import WorkerFailed, run_distributed
+from titanlite.config.schema import CommConfig, ParallelismConfig, RunConfig
+from titanlite.parallel import runtime
+
+CPU = RunConfig(device="cpu")
+
+
+def begin(run=CPU, comm=None, **degrees):
+    return runtime.start(comm or CommConfig(), run, ParallelismConfig(**degrees))
+
+
+def collectives():
+    ranks = begin(dp_replicate=3)
+    rank = float(ranks.rank)
+    reduced = [ranks.all_reduce(torch.tensor(rank), op).item() for op in ("sum", "max", "min")]
+    summed = ranks.sum_over_data(torch.tensor(rank)).item()
+    broadcast = ranks.broadcast(torch.tensor(rank), src=1).item()
+    obj = ranks.broadcast_object({"from": ranks.rank}, src=2)
+    gathered = ranks.all_gather_object(f"rank {ranks.rank}")
+    ranks.barrier()
+    group = ranks.gloo_group()
+    assert group is ranks.gloo_group()
+    assert group is not dist.group.WORLD
+    other = torch.ones(1)
+    dist.all_reduce(other, group=group)
+    place = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.data_rank, ranks.data_size, ranks.is_main)
+    return place, reduced, summed, broadcast, obj, gathered, other.item()
+
+
+def data_sum_with_tensor_parallel():
+    ranks = begin(dp_shard=2, tp=2)
+    tokens = torch.tensor(10.0 ** (ranks.rank // 2))  # the two ranks of a tp group hold the same tokens
+    return ranks.data_rank, ranks.data_size, ranks.sum_over_data(tokens).item()
+
+
+def data_sum_with_context_parallel():
+    ranks = begin(dp_shard=2, cp=2)
+    return ranks.data_rank, ranks.data_size, ranks.sum_over_data(torch.tensor(10.0**ranks.rank)).item()
+
+
+def draws(seed):
+    begin(RunConfig(device="cpu", seed=seed))
+    return random.random(), np.random.random(), torch.rand(1).item()
+
+
+def world_that_was_not_expected():
+    os.environ["TITANLITE_WORLD_SIZE"] = "4"
+    begin()
+
+
+def layout_that_does_not_fit():
+    begin(dp_replicate=3, dp_shard=1)
+
+
+def alone():
+    """A world of one without any environment, in a process that was never connected."""
+    runtime.stop()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    ranks = begin()
+    assert ranks.all_gather_object(5) == [5]
+    assert ranks.broadcast_object("x") == "x"
+    ranks.barrier()
+    total = ranks.sum_over_data(ranks.all_reduce(torch.tensor(3.0))).item()
+    runtime.stop()
+    assert not dist.is_initialized()
+    runtime.stop()
+    return ranks.rank, ranks.world_size, total
+
+
+def numerics(deterministic):
+    begin(RunConfig(device="cpu", deterministic=deterministic))
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+def late_to_a_collective(seconds):
+    ranks = begin(comm=CommConfig(train_timeout_seconds=1), dp_replicate=2)
+    ranks.use_train_timeout()
+    if ranks.rank == 1:
+        time.sleep(seconds)
+    ranks.all_reduce(torch.zeros(1))
+    if seconds > 1:
+        ranks.barrier()
+
+
+def stop_while_a_peer_is_stuck():
+    ranks = begin(dp_replicate=2)
+    if ranks.rank == 1:
+        time.sleep(4)  # has not joined the collective when the other one gives up
+        return 0.0
+    dist.all_reduce(torch.zeros(1), async_op=True)
+    start = time.monotonic()
+    runtime.stop(timeout=1.0)
+    return time.monotonic() - start
+
+
+def test_collectives_of_ranks():
+    for rank, (place, reduced, summed, broadcast, obj, gathered, other) in enumerate(run_distributed(collectives, 3)):
+        assert place == (rank, 3, rank, rank, 3, rank == 0)
+        assert reduced == [3.0, 2.0, 0.0]
+        assert (summed, broadcast, other) == (3.0, 1.0, 3.0)
+        assert obj == {"from": 2}
+        assert gathered == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_ranks_with_the_same_tokens_are_counted_once():
+    results = run_distributed(data_sum_with_tensor_parallel, 4)
+    assert results == [(0, 2, 11.0), (0, 2, 11.0), (1, 2, 11.0), (1, 2, 11.0)]
+
+
+def test_ranks_with_parts_of_a_sequence_are_all_counted():
+    results = run_distributed(data_sum_with_context_parallel, 4)
+    assert results == [(0, 2, 1111.0), (0, 2, 1111.0), (1, 2, 1111.0), (1, 2, 1111.0)]
+
+
+def test_seeds_are_the_same_on_all_ranks():
+    first, second = run_distributed(draws, 2, 1)
+    assert first == second
+    assert run_distributed(draws, 1, 2)[0] != first
+    assert all(0 <= draw < 1 for draw in run_distributed(draws, 1, 2**63 + 1)[0]), "any seed the config allows"
+
+
+def test_deterministic():
+    assert run_distributed(numerics, 1, True) == [(True, "highest", ":4096:8")]
+    assert run_distributed(numerics, 1, False)[0][:2] == (False, "highest")
+
+
+def test_a_world_of_one_without_an_environment():
+    assert run_distributed(alone, 1) == [(0, 1, 3.0)]
+
+
+def test_an_unexpected_world_is_refused():
+    with pytest.raises(WorkerFailed, match=r"InputError.*got 2 processes met; allowed: 4"):
+        run_distributed(world_that_was_not_expected, 2)
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    with pytest.raises(WorkerFailed, match="InputError"):
+        run_distributed(layout_that_does_not_fit, 2)
+
+
+def test_training_timeout_ends_a_collective():
+    run_distributed(late_to_a_collective, 2, 0)
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"rank 0 raised(.|\n)*[Tt]imed out"):
+        run_distributed(late_to_a_collective, 2, 8)
+    assert time.monotonic() - start < 7, "the timeout of 1 s, not the default of 300 s"
+
+
+def test_teardown_never_hangs():
+    waited, _ = run_distributed(stop_while_a_peer_is_stuck, 2)
+    assert waited < 3

@@ -1,0 +1,273 @@
+"""Faults that the parity comparison must notice: each is one line gone wrong, planted in the workers of one layout.
+
+A later parallelism adds its own. A fault names the layout it is planted in; the reference run stays clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite import trainer
+from titanlite.data import loader
+from titanlite.model import attention, transformer
+from titanlite.optim import optimizer
+from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runtime
+
+
+@dataclass(frozen=True)
+class Fault:
+    layout: str
+    plant: Callable[[], None]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(layout: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(plant: Callable[[], None]) -> Callable[[], None]:
+        FAULTS[plant.__name__] = Fault(layout, plant)
+        return plant
+
+    return add
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    assert hasattr(owner, name), f"{owner} has no {name}: the fault would be planted nowhere"
+    setattr(owner, name, value)
+
+
+# ---- gradients over ranks
+
+
+@fault("ddp 2")
+def ddp_averages_gradients() -> None:
+    right = data_parallel._sum_bucket
+
+    def mean(dtype, bucket):
+        bucket.buffer().div_(dist.get_world_size())
+        return right(dtype, bucket)
+
+    _set(data_parallel, "_sum_bucket", mean)
+
+
+@fault("ddp 3")
+def ddp_does_not_reduce() -> None:
+    def local(dtype, bucket):
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    _set(data_parallel, "_sum_bucket", local)
+
+
+@fault("ddp 2, accumulation 4")
+def ddp_reduces_every_microbatch() -> None:
+    _set(data_parallel.Replicated, "microbatch", lambda self, last: nullcontext())
+
+
+@fault("fsdp 2")
+def fsdp_averages_gradients() -> None:
+    _set(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+    _set(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, enable: None)
+
+
+@fault("hsdp 2x2")
+def hsdp_replicas_are_not_reduced() -> None:
+    _set(mesh.Meshes, "hsdp", property(lambda self: self.fsdp))
+
+
+@fault("fsdp 2, accumulation 4")
+def first_microbatch_is_dropped() -> None:
+    right = parallelize.ParallelModel.forward_backward
+
+    def without(self: Any, batches: Sequence[Any]) -> Tensor:
+        return right(self, batches[1:])
+
+    _set(parallelize.ParallelModel, "forward_backward", without)
+
+
+@fault("fsdp 2, zero 1, accumulation 4")
+def only_the_last_microbatch_is_reduced() -> None:
+    right = parallelize.ParallelModel.forward_backward
+
+    def forgetting(self: Any, batches: Sequence[Any]) -> Tensor:
+        with torch.no_grad():
+            early = sum((self.evaluate(batch) for batch in batches[:-1]), torch.zeros(()))
+        return right(self, batches[-1:]) + early  # the loss is right, the gradient is the last microbatch's
+
+    _set(parallelize.ParallelModel, "forward_backward", forgetting)
+
+
+# ---- norm, token count, scale
+
+
+@fault("fsdp 2")
+def norm_of_the_own_shard() -> None:
+    _set(gradients, "dist", SimpleNamespace(all_reduce=lambda *args, **keywords: None))
+
+
+@fault("hsdp 2x2")
+def norm_counts_replicas_twice() -> None:
+    right = gradients.global_norm
+    _set(gradients, "global_norm", lambda parameters: right(parameters) * 2**0.5)
+
+
+@fault("fsdp 3")
+def tokens_and_loss_of_the_own_rank() -> None:
+    right = runtime.Ranks.sum_over_data
+    # [loss, targets] of a step; validation's three sums are left right.
+    _set(runtime.Ranks, "sum_over_data", lambda self, t: t if t.numel() == 2 else right(self, t))
+
+
+@fault("fsdp 2")
+def gradients_are_scaled_by_a_thousandth_too_much() -> None:
+    right = gradients.finish
+
+    def scaled(*args: Any, **keywords: Any) -> gradients.GradientStats:
+        stats = right(*args, **keywords)
+        return gradients.GradientStats(stats.norm, stats.grad_scale * 1.001, stats.found_inf)
+
+    _set(gradients, "finish", scaled)
+
+
+@fault("ddp 2")
+def clip_before_the_token_scale() -> None:
+    right = gradients.finish
+
+    def unscaled(parameters: Any, tokens: Tensor, max_norm: float) -> gradients.GradientStats:
+        stats = right(parameters, tokens, 0.0)
+        clip = (max_norm / (stats.norm * tokens + 1e-6)).clamp(max=1.0)
+        return gradients.GradientStats(stats.norm, (tokens / clip).float(), stats.found_inf)
+
+    _set(gradients, "finish", unscaled)
+
+
+# ---- data
+
+
+@fault("ddp 2")
+def every_rank_takes_the_same_samples() -> None:
+    right = trainer.build_train_loader
+    _set(trainer, "build_train_loader", lambda *a, **k: right(*a, **(k | {"data_rank": 0})))
+
+
+@fault("fsdp 3")
+def sample_order_depends_on_the_world() -> None:
+    right = trainer.build_train_loader
+    _set(trainer, "build_train_loader", lambda *a, **k: right(*a, **(k | {"seed": k["seed"] + k["data_size"]})))
+
+
+@fault("fsdp 2")
+def two_samples_are_swapped() -> None:
+    right = loader._Samples.__getitems__
+
+    def swapped(self: Any, numbers: list[int]) -> Any:
+        return right(self, [*numbers[:-2], numbers[-1], numbers[-2]])
+
+    _set(loader._Samples, "__getitems__", swapped)
+
+
+@fault("fsdp 4")
+def validation_counts_its_padding() -> None:
+    right = loader.ValidationData.batches
+
+    def unpadded(self: Any, *args: Any) -> Any:
+        for batch in right(self, *args):
+            batch["labels"][batch["labels"] == loader.IGNORED] = 0
+            yield batch
+
+    _set(loader.ValidationData, "batches", unpadded)
+
+
+# ---- weights and updates
+
+
+@fault("fsdp 2")
+def initial_weights_ignore_the_offset() -> None:
+    right = parallelize.local_block
+
+    def at_zero(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        local, offsets = right(parameter)
+        return local, (0,) * len(offsets)
+
+    _set(parallelize, "local_block", at_zero)
+
+
+@fault("ddp 4")
+def lr_grows_with_the_world() -> None:
+    right = trainer.lr_at
+    _set(trainer, "lr_at", lambda *args: right(*args) * dist.get_world_size())
+
+
+@fault("fsdp 3")
+def norms_decay_too() -> None:
+    right = optimizer.AdamW.__init__
+
+    def decaying(self: Any, *args: Any) -> None:
+        right(self, *args)
+        for group in self._groups:
+            group.weight_decay = self._config.weight_decay
+
+    _set(optimizer.AdamW, "__init__", decaying)
+
+
+@fault("fsdp 2")
+def a_parameter_is_not_updated() -> None:
+    right = optimizer.AdamW.step
+
+    def skipping(self: Any, *args: Any) -> None:
+        for group in self._groups:
+            for values in (group.parameters, group.exp_avg, group.exp_avg_sq, group.steps):
+                if self.n_updates == 0:
+                    values.pop()
+        right(self, *args)
+
+    _set(optimizer.AdamW, "step", skipping)
+
+
+# ---- model
+
+
+@fault("accumulation 2")
+def last_token_of_a_microbatch_has_no_loss() -> None:
+    right = transformer.cross_entropy_sum
+    _set(transformer, "cross_entropy_sum", lambda h, w, labels, **k: right(h[:-1], w, labels[:-1], **k))
+
+
+@fault("fsdp 2")
+def padding_rows_count_as_words() -> None:
+    right = transformer.cross_entropy_sum
+    _set(transformer, "cross_entropy_sum", lambda h, w, y, **k: right(h, w, y, **(k | {"vocab_size": w.shape[0]})))
+
+
+@fault("ddp 2")
+def kv_heads_are_swapped() -> None:
+    right = attention.causal_attention
+    _set(attention, "causal_attention", lambda q, k, v: right(q, k.roll(1, dims=1), v.roll(1, dims=1)))
+
+
+@fault("fsdp 2")
+def rotary_halves_are_swapped() -> None:
+    right = attention.apply_rope
+    _set(attention, "apply_rope", lambda x, cos, sin: right(x, cos, -sin) if x.shape[2] == 6 else right(x, cos, sin))
+
+
+@fault("fsdp 2, accumulation 2, full recomputation")
+def recomputation_sees_other_rotary_angles() -> None:
+    right = attention.apply_rope
+    calls = [0]
+
+    def drifting(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        calls[0] += 1
+        return right(x, cos, sin * 1.001) if calls[0] > 6 else right(x, cos, sin)
+
+    _set(attention, "apply_rope", drifting)

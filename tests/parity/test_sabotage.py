@@ -1,0 +1,17 @@
+"""The parity comparison must notice every planted fault; that it finds nothing in clean runs is test_parity's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.harness import LAYOUTS, Record, deviations, run
+from tests.parity.sabotage import FAULTS
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str, text: Path, reference: Record) -> None:
+    found = deviations(run(LAYOUTS[FAULTS[name].layout], text, fault=name), reference)
+    print(name, found[:2])
+    assert found, f"{name} went unnoticed"
