@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import TINY, full_tensors, merge, rank_batches, train_step
 from titanlite.config.schema import Config
+from titanlite.model.transformer import Block
 from titanlite.optim.optimizer import AdamW
 from titanlite.parallel import runtime
 from titanlite.parallel.gradients import finish, global_norm
@@ -131,15 +131,14 @@ def optimizer_state(sections):
 
 
 def loaded_before_the_first_step(sections):
-    """Weights written in place between build and the first forward are the ones that are used and updated."""
+    """Losses when the weights are written in place between building and the first forward."""
     config, ranks, model, optimizer = build(sections)
     with torch.no_grad():
         for parameter in model.named_parameters().values():
             parameter.mul_(0.5)
-    losses = [
-        train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)[0] for step in (1, 2)
+    return [
+        train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)[0] for step in (1, 2, 3)
     ]
-    return losses, full_tensors(model.named_parameters())
 
 
 def mixed_norm():
@@ -154,7 +153,7 @@ def mixed_norm():
         parameter.grad = gradient
         parameters.append(parameter)
     partial = torch.nn.Parameter(torch.zeros_like(sharded))
-    partial.grad = DTensor.from_local(torch.ones(3), ranks.meshes.loss, [torch.distributed.tensor.Partial()])
+    partial.grad = DTensor.from_local(torch.ones(11), ranks.meshes.loss, [torch.distributed.tensor.Partial()])
     with pytest.raises(AssertionError, match="not reduced"):
         global_norm([partial])
     return global_norm(parameters).item()
@@ -182,6 +181,24 @@ def one_rank_is_not_finite(sections):
     optimizer.step(0.1, stats.grad_scale, stats.found_inf)
     after = full_tensors(parameters)
     return stats.found_inf.item(), all(after[name].equal(before[name]) for name in before), optimizer.n_updates
+
+
+def block_forwards_of_a_step(sections):
+    """Calls of the blocks' own forward in one step, and in one evaluation."""
+    calls = []
+    forward = Block.forward
+
+    def counting(block, *args):
+        calls.append(block)
+        return forward(block, *args)
+
+    Block.forward = counting  # type: ignore[method-assign]
+    config, ranks, model, _ = build(sections)
+    batches = rank_batches(config, ranks, 1)
+    model.forward_backward(batches)
+    step = len(calls)
+    model.evaluate(batches[0])
+    return step, len(calls) - step
 
 
 def compiled_graphs(sections):
@@ -264,11 +281,10 @@ def test_optimizer_state_in_any_layout(world_size, sections):
 
 @pytest.mark.parametrize("world_size, sections", [(3, FSDP3), (2, DDP2)], ids=["fsdp3", "ddp2"])
 def test_weights_loaded_after_building_are_used(world_size, sections):
-    one_losses, one = run_distributed(loaded_before_the_first_step, 1, {})[0]
-    losses, many = run_distributed(loaded_before_the_first_step, world_size, sections)[0]
-    assert losses == pytest.approx(one_losses, rel=1e-6)
-    for name, expected in one.items():
-        torch.testing.assert_close(many[name], expected, rtol=1e-5, atol=1e-6)
+    expected = run_distributed(loaded_before_the_first_step, 1, {})[0]
+    losses = run_distributed(loaded_before_the_first_step, world_size, sections)[0]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses[0] != pytest.approx(run_distributed(evaluate_between_steps, 1, {}, False)[0][0][0], rel=1e-3)
 
 
 def test_norm_over_mixed_meshes():
@@ -278,6 +294,13 @@ def test_norm_over_mixed_meshes():
 
 def test_a_value_that_is_not_finite_on_one_rank_skips_the_step_on_all():
     assert run_distributed(one_rank_is_not_finite, 3, FSDP3) == [(1.0, True, 0)] * 3
+
+
+@pytest.mark.parametrize("world_size, sections", [(1, {}), (2, FSDP2), (2, DDP2)], ids=["one", "fsdp2", "ddp2"])
+def test_full_checkpointing_runs_every_block_twice(world_size, sections):
+    full = merge(sections, {"activation_checkpoint": {"mode": "full"}})
+    assert run_distributed(block_forwards_of_a_step, world_size, sections)[0] == (2, 2)
+    assert run_distributed(block_forwards_of_a_step, world_size, full)[0] == (4, 2)
 
 
 def test_compiled_blocks_under_fsdp_and_checkpointing():

@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 def coordinates_and_groups(layouts):
-    """Per layout and axis: (coordinate, size, global ranks of the group) of this rank."""
+    """Per layout: ({axis: (coordinate, size, ranks of the group)}, (shape, coordinate) of hsdp), of this rank."""
     found = []
     for degrees in layouts:
         meshes = Meshes.build(resolve_layout(ParallelismConfig(**degrees), dist.get_world_size()), "cpu")
@@ -35,10 +35,8 @@ def coordinates_and_groups(layouts):
             mesh = getattr(meshes, name)
             assert mesh.ndim == 1
             axes[name] = (mesh.get_local_rank(), mesh.size(), dist.get_process_group_ranks(mesh.get_group()))
-        hsdp = meshes.hsdp
-        axes["hsdp"] = (hsdp.shape, hsdp.get_coordinate(), None)
-        assert dist.group.WORLD in meshes.groups() or degrees.get("pp", 1) > 1 or len(meshes.groups()) > 4
-        found.append(axes)
+        assert all(getattr(meshes, name).get_group() in meshes.groups() for name in AXES)
+        found.append((axes, (meshes.hsdp.shape, meshes.hsdp.get_coordinate())))
     return found
 
 
@@ -82,7 +80,7 @@ def found():
 def test_coordinates_sizes_and_groups(found, index):
     places = [expected(LAYOUTS[index], rank) for rank in range(8)]
     for rank, place in enumerate(places):
-        axes = found[rank][index]
+        axes, _ = found[rank][index]
         for name in AXES:
             coordinate, size, ranks = axes[name]
             group = [r for r, other in enumerate(places) if all(other[key] == place[key] for key in REST[name])]
@@ -95,7 +93,7 @@ def test_hsdp_is_one_axis_for_one_replica_and_two_for_more(found, index):
     replicas = LAYOUTS[index].get("dp_replicate", 1)
     for rank in range(8):
         place = expected(LAYOUTS[index], rank)
-        shape, coordinate, _ = found[rank][index]["hsdp"]
-        fsdp = found[rank][index]["fsdp"][1]
+        axes, (shape, coordinate) = found[rank][index]
+        fsdp = axes["fsdp"][1]
         assert tuple(shape) == ((replicas, fsdp) if replicas > 1 else (fsdp,))
         assert tuple(coordinate) == ((place["dp_replicate"], place["fsdp"]) if replicas > 1 else (place["fsdp"],))

@@ -1,4 +1,4 @@
-"""Worlds of processes for tests: `run_distributed` (Gloo workers, forked, fast) and `run_spawned` (fresh processes, CUDA).
+"""Worlds of processes for tests: `run_distributed` (Gloo workers, forked, fast), `run_spawned` (fresh ones, for CUDA).
 
 Both call an importable top-level fn(*args) in every rank of a new world and return the results by rank. The first
 failure of a rank is raised here with its traceback; whatever happens, no process is left.
@@ -25,7 +25,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ def _spawned(folder: Path, fn: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def _start_server() -> None:
-    """Start the server that workers are forked from, unless it runs. Workers inherit its environment, not the test's."""
+    """Start the server that workers are forked from, unless it runs. Workers get its environment, not the test's."""
     _context.set_forkserver_preload(["tests.harness.preload"])
     before = dict(os.environ)
     os.environ.update(
@@ -156,7 +156,7 @@ def _wait(workers: Sequence[BaseProcess], timeout: float) -> bool:
         if not ended:
             return not failed
         for sentinel in ended:
-            worker = running.pop(sentinel)  # type: ignore[index]
+            worker = running.pop(cast(int, sentinel))
             worker.join()
             if worker.exitcode != 0 and not failed:
                 failed = True

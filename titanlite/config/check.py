@@ -13,6 +13,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from titanlite.config.keys import KEYS, nearest, shown
 from titanlite.config.layout import Layout, fixed_world_size, plan_batch, resolve_layout
 from titanlite.config.load import Loaded
@@ -270,7 +272,7 @@ def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
     found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded)
-    scaling = [key for key in loaded.origins if key.startswith("model.rope_scaling.") and key[-7:] != ".factor"]
+    scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
     world = world_size if world_size is not None else fixed_world_size(config.parallelism)
@@ -279,6 +281,16 @@ def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     except InputError:
         layout = None  # static_problems says so
     return found if layout is None else found + _layout_warnings(loaded, layout)
+
+
+def _chosen(loaded: Loaded, section: str) -> list[str]:
+    """Keys of a section that were given, with another value than the default (a resolved config gives all of them)."""
+    values: BaseModel = loaded.config
+    for name in section.split("."):
+        values = getattr(values, name)
+    fields = type(values).model_fields
+    keys = {f"{section}.{name}": getattr(values, name) != field.default for name, field in fields.items()}
+    return [key for key in loaded.origins if keys.get(key)]
 
 
 def _embedded(loaded: Loaded) -> list[str]:
@@ -306,7 +318,7 @@ def _switched_off(loaded: Loaded) -> list[str]:
         if getattr(loaded.config, section).enable:
             continue
         off_by = loaded.origin(f"{section}.enable")
-        keys = [key for key in loaded.origins if key.startswith(f"{section}.") and key != f"{section}.enable"]
+        keys = [key for key in _chosen(loaded, section) if key != f"{section}.enable"]
         # Switching a section of the file off on the command line is no mistake.
         idle = [key for key in keys if off_by != COMMAND_LINE or loaded.origin(key) == COMMAND_LINE]
         if idle:

@@ -158,14 +158,15 @@ class LRSchedulerConfig(Section):
     warmup_steps: NonNegative = Field(0, description="Steps of linear rise to the peak; step 1 is not at 0.")
     total_steps: Positive = Field(description="Length of the whole schedule, whatever training.steps is.")
     decay_ratio: Fraction = Field(
-        1.0, description="Share of total_steps spent decaying, at the end. 1: all that warmup leaves. 0: no decay, ever."
+        1.0,
+        description="Share of total_steps spent decaying, at the end. 1: all that warmup leaves. 0: no decay, ever.",
     )
     decay_type: Literal["linear", "cosine", "sqrt"] = Field("cosine", description="Shape of the decay.")
     min_lr_factor: Fraction = Field(0.1, description="The LR at and past the end of the decay, as a share of the peak.")
 
 
 class ParallelismConfig(Section):
-    dp_replicate: Positive = Field(1, description="Replicas of the model: whole copies that share nothing but the sum of their gradients.")
+    dp_replicate: Positive = Field(1, description="Whole copies of the model, which share the sum of their gradients.")
     dp_shard: Annotated[int, Field(ge=-1)] = Field(
         -1, description="Ranks that share parameters, gradients and optimizer state. -1: what is left of the world."
     )

@@ -74,7 +74,7 @@ def prepare(
     inputs: list[Text | _Shards] = []
     for i, source in enumerate(data.sources):
         with faults.collected():
-            inputs.append(_open_source(source.path, f"data.sources[{i}].path", loaded, cache_dir))
+            inputs.append(_open_source(source.path, f"data.sources.{i}.path", loaded, cache_dir))
     with faults.collected():
         _check_weights([source.weight for source in data.sources])
     faults.raise_any()
@@ -84,9 +84,9 @@ def prepare(
     for i, (source, opened) in enumerate(zip(data.sources, inputs, strict=True)):
         with faults.collected():
             if isinstance(opened, Text):
-                opened = _tokenised(opened, loaded, tokenizer, data, f"data.sources[{i}].path", report)
+                opened = _tokenised(opened, loaded, tokenizer, data, f"data.sources.{i}.path", report)
             train = TokenShards(opened.train)
-            _check_length(train, opened.validation, source.path, f"data.sources[{i}].path", seq_len)
+            _check_length(train, opened.validation, source.path, f"data.sources.{i}.path", seq_len)
             sources.append(PreparedSource(opened.train, opened.validation, source.weight, train.fingerprint))
     if validation and not faults.problems:
         with faults.collected():

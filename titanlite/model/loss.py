@@ -62,7 +62,7 @@ def cross_entropy_sum(
         wide = logits.to(torch.promote_types(h.dtype, torch.float32))
         losses = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
         return losses.sum(dtype=torch.float64).to(wide.dtype)
-    rows_with_grad = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     loss: Tensor = _ChunkedCrossEntropy.apply(
         h,
         weight,
@@ -71,8 +71,8 @@ def cross_entropy_sum(
         chunk_tokens or max(1, h.shape[0]),
         reducer,
         vocab_start,
-        rows_with_grad and h.requires_grad,
-        rows_with_grad and weight.requires_grad,
+        grad_enabled and h.requires_grad,
+        grad_enabled and weight.requires_grad,
     )
     return loss
 

@@ -82,7 +82,7 @@ class AdamW:
         self._n_updates += 1.0 - found_inf
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """"<fqn>.exp_avg" and "<fqn>.exp_avg_sq": the moments themselves, so that a load writes into them in place.
+        """ "<fqn>.exp_avg" and "<fqn>.exp_avg_sq": the moments themselves, so that a load writes into them in place.
 
         Each has its parameter's global shape, mesh and placements.
         """
@@ -94,7 +94,7 @@ class AdamW:
 
     @property
     def n_updates(self) -> int:
-        """Updates done, skipped ones not counted: the exponent of the bias correction. Reading it waits for the device."""
+        """Updates done, skipped ones not counted: the exponent of the bias correction. Reading waits for the device."""
         return int(self._n_updates.item())
 
     @n_updates.setter

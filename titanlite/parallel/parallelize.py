@@ -146,9 +146,8 @@ def local_block(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]
     """What this rank holds of a parameter (possibly nothing), and where that starts in each dim of the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
-    shape, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    local = parameter.detach().to_local()
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    with torch.no_grad():
+        local = parameter.to_local()
     assert tuple(local.shape) == tuple(shape), "torch shards a parameter as it says it does"
     return local, tuple(offsets)

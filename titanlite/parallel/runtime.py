@@ -91,16 +91,18 @@ class Ranks:
         self.all_reduce(torch.zeros(1))
 
     def gloo_group(self) -> dist.ProcessGroup:
-        """A Gloo group of the world that nothing else uses (checkpoints written by a thread). Made at the first call."""
+        """A Gloo group of the world that nothing else uses (a thread may write checkpoints with it). Made once."""
         if self._gloo_group is None:
             timeout = max(self._comm.init_timeout_seconds, self._comm.train_timeout_seconds)
             self._gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         return self._gloo_group
 
     def use_train_timeout(self) -> None:
-        """From now on a collective may take comm.train_timeout_seconds. Call after the first step, which may compile."""
+        """Let collectives take comm.train_timeout_seconds from now on. Call after the first step, which may compile."""
         timeout = timedelta(seconds=self._comm.train_timeout_seconds)
-        for group in {dist.group.WORLD, *self.meshes.groups()}:
+        world = dist.group.WORLD
+        assert world is not None
+        for group in {world, *self.meshes.groups()}:
             _set_timeout(group, timeout)
 
 
@@ -124,17 +126,17 @@ def connect(
     run: RunConfig,
     *,
     store: dist.Store | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> None:
-    """Join the world: through the given store, else as torchrun's environment says, else alone."""
+    """Join the world: through the given store as this rank, else as torchrun's environment says, else alone."""
     device = _device(run)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is None:
         world = read_environment()
         if world is None:
-            store, rank, world_size = dist.HashStore(), 0, 1
+            store = dist.HashStore()
         else:
             rank, world_size = world
     options: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
@@ -167,7 +169,9 @@ def stop(timeout: float = 10.0) -> None:
     thread.join(timeout)
 
 
-def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = (), *, run: RunConfig | None = None) -> None:
+def spawn(
+    fn: Callable[..., object], world_size: int, args: Sequence[Any] = (), *, run: RunConfig | None = None
+) -> None:
     """Run fn(*args) in world_size new processes of this machine that form a world; returns when all are done.
 
     What torchrun does, in the open: torch.multiprocessing starts the processes, a TCPStore in this process is where
@@ -257,7 +261,7 @@ def set_numerics(run: RunConfig, device: torch.device) -> None:
     torch.manual_seed(run.seed % 2**63)
     torch.use_deterministic_algorithms(run.deterministic)
     # Uninitialised memory is never read here, and filling it with NaN would cost a write per allocation.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
     # "high": TF32 for float32 matmuls on CUDA. On CPU the name could mean lower-precision kernels, so never there.
@@ -266,5 +270,5 @@ def set_numerics(run: RunConfig, device: torch.device) -> None:
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change a group's timeout. Private in torch (seen working on 2.11 to 2.13, Gloo and NCCL); no public call does it."""
+    """Change a group's timeout. Private in torch (seen working on 2.11 and 2.13, Gloo); no public call does it."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -264,8 +264,8 @@ def test_text_that_is_too_short_is_refused(run: Prepare, text_folder: Path, tmp_
     with pytest.raises(InputError) as caught:
         run(tmp_path / "empty.txt", tmp_path / "short.txt", text_folder, seq_len=256)
     empty, short = map(str, caught.value.problems)
-    assert "data.sources[0].path" in empty and "which is empty; allowed: at least training.seq_len + 1 = 257" in empty
-    assert "data.sources[1].path" in short and "tokens to train on; allowed" in short
+    assert "data.sources.0.path" in empty and "which is empty; allowed: at least training.seq_len + 1 = 257" in empty
+    assert "data.sources.1.path" in short and "tokens to train on; allowed" in short
 
 
 def test_all_documents_held_out_is_said(run: Prepare, tmp_path: Path, text_folder: Path):
@@ -313,7 +313,7 @@ def test_all_wrong_inputs_are_reported_at_once(run: Prepare, tmp_path: Path):
     with pytest.raises(InputError) as caught:
         run(*bad, model=tmp_path / "absent.model", weights=(1, 1, 1e-9))
     keys = [problem.key for problem in caught.value.problems]
-    assert keys == ["tokenizer.path", *(f"data.sources[{i}].path" for i in range(3)), "data.sources"]
+    assert keys == ["tokenizer.path", *(f"data.sources.{i}.path" for i in range(3)), "data.sources"]
     text = str(caught.value)
     assert "which does not exist" in text
     assert "x.jsonl'; allowed: a folder of token shards, a .txt file, a folder with .txt files" in text

@@ -27,9 +27,7 @@ def test_warmup_stable_decay():
     assert lrs == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("decay_type", "halfway"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
-)
+@pytest.mark.parametrize(("decay_type", "halfway"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
 def test_decay_shapes(decay_type, halfway):
     lrs = schedule(total_steps=8, decay_type=decay_type, min_lr_factor=0.1)
     assert lrs[3] == pytest.approx(2.0 * (0.1 + 0.9 * halfway))

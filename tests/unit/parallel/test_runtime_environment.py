@@ -65,7 +65,7 @@ def test_expected_world(environment):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_wanted_gpu_that_is_not_there(environment):
     environment({})
-    with pytest.raises(InputError, match="run.device"):
+    with pytest.raises(InputError, match=r"run\.device"):
         runtime.connect(None, RunConfig(device="cuda"))  # type: ignore[arg-type]
 
 
