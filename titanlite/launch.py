@@ -73,7 +73,10 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
         say(describe(plan, run_folder, log_folder))
         job = Job(plan.nodes, plan.nproc, plan.shown, log_folder, plan.loaded.config.comm.init_timeout_seconds)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // plan.nproc))
-        return run_workers(job, worker, [str(config_path)], {"OMP_NUM_THREADS": threads})
+        # DDP warns in C++ on every rank that no parameter was unused.
+        quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        environment = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": quiet}
+        return run_workers(job, worker, [str(config_path)], environment)
     finally:
         for lock in locks:
             lock.release()

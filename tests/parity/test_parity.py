@@ -1,4 +1,4 @@
-"""Promise 1: whatever the layout, the initial weights, samples, losses, norms, gradients and validation are the same."""
+"""Promise 1: whatever the layout, initial weights, samples, losses, norms, gradients and validation are the same."""
 
 from __future__ import annotations
 

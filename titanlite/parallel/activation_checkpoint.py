@@ -26,8 +26,7 @@ def apply_activation_checkpoint(blocks: Iterable[nn.Module], config: ActivationC
 def _forward_and_forget(block: nn.Module, *args: Any) -> Any:
     """The forward of the block's class, its activations not kept.
 
-    A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls;
-    the block an argument and not captured, so that all blocks share one compiled graph. Blocks draw no random numbers,
-    so no generator state is kept.
+    A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
+    Blocks draw no random numbers, so no generator state is kept.
     """
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,5 +1,8 @@
 """What runtime reads from the environment, and what it says when that is wrong."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -67,6 +70,23 @@ def test_a_wanted_gpu_that_is_not_there(environment):
     environment({})
     with pytest.raises(InputError, match=r"run\.device"):
         runtime.connect(None, RunConfig(device="cuda"))  # type: ignore[arg-type]
+
+
+def test_stop_gives_up_on_a_teardown_that_hangs(monkeypatch):
+    """As NCCL's does when a peer has died."""
+    begun, forever = threading.Event(), threading.Event()
+
+    def hang():
+        begun.set()
+        forever.wait(20)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", hang)
+    start = time.monotonic()
+    runtime.stop(timeout=0.2)
+    forever.set()
+    assert begun.is_set()
+    assert time.monotonic() - start < 5
 
 
 def test_stop_without_a_world():
