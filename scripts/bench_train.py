@@ -21,6 +21,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -119,7 +120,6 @@ def bare(args: argparse.Namespace) -> dict[str, float]:
 
 def trainer(args: argparse.Namespace) -> dict[str, float]:
     import titanlite.parallel.gradients as gradients
-
     from titanlite.config.schema import Config
     from titanlite.parallel import runtime
     from titanlite.trainer import Trainer
@@ -213,7 +213,7 @@ def main() -> None:
         mine["step_seconds"] / other["step_seconds"]
         for mine, other in zip(results["trainer"], results["bare"], strict=True)
     ]
-    summary = {
+    summary: dict[str, Any] = {
         "bare_step_seconds": statistics.median(r["step_seconds"] for r in results["bare"]),
         "trainer_step_seconds": statistics.median(r["step_seconds"] for r in results["trainer"]),
         "ratio_median": statistics.median(ratios),

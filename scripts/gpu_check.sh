@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Is this machine good for training? On one CUDA GPU: trains llama_debug, resumes it, then a few steps
-# of llama_1b, eager and compiled, and prints tokens/s, MFU and memory. Nothing is downloaded: run it where the packages
-# of pyproject.toml are installed. A few minutes.
+# of llama_1b, eager and compiled, and prints tokens/s, MFU and memory. Nothing is downloaded: without an environment
+# that has the packages of pyproject.toml (active, or made by ./run_train.sh --setup-only) it says so. A few minutes.
 # Usage: scripts/gpu_check.sh [--cpu] [OUTPUT_FOLDER]      --cpu: the same on the CPU, with llama_1b made small.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=$("$root/scripts/setup.sh" --find)
 device=cuda
 if [ "${1-}" = --cpu ]; then
     device=cpu
@@ -13,7 +14,6 @@ if [ "${1-}" = --cpu ]; then
     shift
 fi
 out=${1:-$(mktemp -d "${TMPDIR:-/tmp}/gpu_check.XXXXXX")}
-python=$("$root/scripts/setup.sh")
 cd "$root"
 
 "$python" - "$device" <<'PY'

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Finds or makes the Python environment, and prints the path of its python as the only line on stdout.
-# Usage: scripts/setup.sh [--test]     --test: with the tools that scripts/test.sh needs.
+# Usage: scripts/setup.sh [--test | --find]     --test: with the tools that scripts/test.sh needs.
+#                                              --find: only finds one; without any, exit 1 with the reason.
 #
 # TITANLITE_VENV=FOLDER: use that virtual environment (made if need be), whatever is active.
 # Otherwise an active environment that has all that pyproject.toml asks for is used as it is, and else .venv is made
@@ -10,12 +11,13 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cpu_index=https://download.pytorch.org/whl/cpu
 
-extra=""
+extra="" find_only=""
 case "${1-}" in
     "") ;;
     --test) extra="test" ;;
+    --find) find_only=yes ;;
     *)
-        echo "scripts/setup.sh: got $1; allowed: --test or nothing" >&2
+        echo "scripts/setup.sh: got $1; allowed: --test, --find or nothing" >&2
         exit 2
         ;;
 esac
@@ -32,8 +34,10 @@ die() {
 # Runs the candidate rather than looking at its name: a pyenv shim of a version that is not selected exists but fails.
 is_python_311() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
+reason="TITANLITE_VENV is set"
 use_active_environment() {
-    local named="" python reason
+    local named="" python
+    reason="no Python 3.11+ is active"
     if [ -n "${VIRTUAL_ENV-}" ]; then
         named=$VIRTUAL_ENV
         [ "$named" != "$root/.venv" ] || return 1 # our own: its stamp says whether it is whole
@@ -98,6 +102,8 @@ if is_whole; then
     echo "$venv/bin/python"
     exit 0
 fi
+[ -z "$find_only" ] || die "no usable environment. Active: $reason; own: $venv is not set up for this checkout and" \
+    "machine. Make it with ./run_train.sh --setup-only, or activate one that has the packages of pyproject.toml."
 
 # ---- lock: one set-up at a time, on this machine and on others that share the disk --------------------------------
 # mkdir is atomic everywhere. The owner writes a beat every 2 s; an owner that is gone from this host, or whose beat

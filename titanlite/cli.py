@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from titanlite import __version__
+from titanlite.command_line import print_problems, say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
 
 # name -> (module with main(argv) -> exit code, what it does)
@@ -38,13 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         got = f'got "{name}"' if name else "no command given"
-        print(f"titanlite: {got}; allowed: {', '.join(COMMANDS)}{hint}", file=sys.stderr)
+        say(f"{got}; allowed: {', '.join(COMMANDS)}{hint}")
         return EXIT_WRONG_INPUT
     try:
         return int(importlib.import_module(COMMANDS[name][0]).main(arguments))
     except InputError as error:
-        from titanlite.launch import print_problems
-
         print_problems(error.problems)
         return EXIT_WRONG_INPUT
     except BrokenPipeError:  # `titanlite config NAME | head`

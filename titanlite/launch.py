@@ -1,6 +1,7 @@
 """The parent of a run: reads and checks everything there is to check, then starts the workers of this node.
 
-No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input, 75 preempted and saved.
+No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input.
+75 is kept for runs that were preempted and saved.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
+from titanlite.command_line import Parser, print_problems, say
 from titanlite.config import check
 from titanlite.config.layout import fixed_world_size, plan_batch, resolve_layout
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
-from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, read_integer, read_nodes
-from titanlite.supervise import Job, run_workers, say
+from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, raise_open_file_limit, read_integer, read_nodes
+from titanlite.supervise import Job, run_workers
 
 DEFAULT_CONFIG = "llama_debug.toml"
 DEFAULT_CPU_PROCESSES = 2
@@ -39,9 +40,7 @@ EPILOG = """environment:
   OMP_NUM_THREADS          threads of each process (default: cores / processes)
   CUDA_VISIBLE_DEVICES     the GPUs to use
 
-exit code: 0 done, 1 a worker failed, 2 wrong input, 75 preempted and saved (run again to go on)
-
-every key of the config, as an option (titanlite config NAME prints a run with all of them):
+exit code: 0 done, 1 a worker failed, 2 wrong input; 75 is kept for runs that were preempted and saved
 """
 
 
@@ -59,53 +58,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(argv: Sequence[str], worker: str = WORKER) -> int:
     """worker: the module to run in each process, as `python -m worker CONFIG_TOML`. Raises InputError."""
-    if "--setup-only" in argv:
-        return EXIT_DONE  # there is a Python that runs this
-    plan = make_plan(argv, os.environ)
+    options, overrides = make_parser().parse_known_args(list(argv))
+    if options.setup_only:
+        print(sys.executable)  # there is a Python that runs this
+        return EXIT_DONE
+    plan = make_plan(options, overrides, os.environ)
     for warning in plan.warnings:
         say(f"warning: {warning}")
     run_folder = check.run_folder(plan.loaded)
-    locks = lock_run(run_folder, plan.nodes)
-    try:
+    with lock_run(run_folder, plan.nodes):
         prepare_data(plan.loaded)
         log_folder = make_log_folder(run_folder, plan.nodes)
-        config_path = write_config(plan, run_folder if plan.nodes.is_main else log_folder)
+        config_path = write_config(plan, log_folder)
         say(describe(plan, run_folder, log_folder))
         job = Job(plan.nodes, plan.nproc, plan.shown, log_folder, plan.loaded.config.comm.init_timeout_seconds)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // plan.nproc))
         # DDP warns in C++ on every rank that no parameter was unused.
         quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        raise_open_file_limit()
         environment = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": quiet}
         return run_workers(job, worker, [str(config_path)], environment)
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 # --- what is asked for ---
 
 
-class Parser(argparse.ArgumentParser):
-    """One whose errors are problems like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(Problem(COMMAND_LINE, "argument", message, USAGE, "--help says more"))
-
-    def format_help(self) -> str:
-        from titanlite.commands.config import keys_help
-
-        return super().format_help() + keys_help() + "\n"
-
-
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="run_train.sh",
-        usage=USAGE,
-        description="Trains what a TOML file declares.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("run_train.sh", USAGE, "Trains what a TOML file declares.", EPILOG)
     parser.add_argument(
         "--config",
         metavar="NAME",
@@ -140,9 +119,11 @@ class Plan:
         return self.nodes.count * self.nproc
 
 
-def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Reads the command line, the environment and the config. Raises InputError with all that is wrong."""
-    options, overrides = make_parser().parse_known_args(list(argv))
+def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mapping[str, str]) -> Plan:
+    """Reads the environment and the config. Raises InputError with all that is wrong.
+
+    options, overrides: what make_parser() knows of the command line, and the rest.
+    """
     problems: list[Problem] = []
     if overrides and not overrides[0].startswith("-"):
         fix = f"did you mean --config {overrides[0]}?" if len(overrides) == 1 else "write --section.key VALUE"
@@ -155,7 +136,10 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     except InputError as error:
         raise InputError([*problems, *error.problems]) from None
 
-    gpus = 0 if loaded.config.run.device == "cpu" else gpu_count(environ)
+    try:
+        gpus = 0 if loaded.config.run.device == "cpu" else gpu_count(environ)
+    except InputError as error:
+        raise InputError([*problems, *error.problems]) from None
     nproc = asked or process_count(loaded, nodes, gpus, problems)
     # With a problem above, the world is not known to be what was meant.
     world = nodes.count * nproc if nproc and not problems else None
@@ -174,7 +158,7 @@ def read_process_count(option: str, environ: Mapping[str, str], problems: list[P
         return read_integer(environ, "NPROC", 1, MOST_PROCESSES, problems, "processes on this machine")
     found: list[Problem] = []
     count = read_integer({"--nproc": option}, "--nproc", 1, MOST_PROCESSES, found, "processes on this machine")
-    problems += [Problem(COMMAND_LINE, problem.key, problem.got, problem.allowed) for problem in found]
+    problems += [replace(problem, where=COMMAND_LINE, fix="give a number, or leave --nproc out") for problem in found]
     return count
 
 
@@ -200,20 +184,22 @@ def read_shown_ranks(environ: Mapping[str, str], world: int | None, problems: li
     if all(part.isascii() and part.isdigit() and (world is None or int(part) < world) for part in parts):
         return frozenset(int(part) for part in parts)
     most = f"0 to {world - 1}" if world else "from 0"
-    problems.append(Problem(ENVIRONMENT, "LOG_RANK", f'"{text}"', f"all, or ranks {most} separated by commas"))
+    allowed = f"all, or ranks {most} separated by commas"
+    problems.append(
+        Problem(ENVIRONMENT, "LOG_RANK", f'"{text}"', allowed, "as in LOG_RANK=0,1; or unset it to see rank 0")
+    )
     return None
 
 
 # --- what is made before the workers start ---
 
 
-def lock_run(run_folder: Path, nodes: Nodes) -> list[FolderLock]:
+def lock_run(run_folder: Path, nodes: Nodes) -> FolderLock:
     """One job per run folder. The other nodes of a job may share its folder, so each locks a file of its own."""
-    name = LAUNCHER_LOCK if nodes.is_main else f"node-{nodes.rank or os.uname().nodename}-{LAUNCHER_LOCK}"
-    lock = lock_folder(run_folder, name)
+    lock = lock_folder(run_folder, LAUNCHER_LOCK if nodes.is_main else f"{nodes.label}-{LAUNCHER_LOCK}")
     if nodes.is_main:
         probe_folder(run_folder, WORKER_LOCK)  # workers that outlived their launcher
-    return [lock]
+    return lock
 
 
 def prepare_data(loaded: Loaded) -> None:
@@ -235,7 +221,7 @@ def make_log_folder(run_folder: Path, nodes: Nodes) -> Path:
     """A new folder for the workers' output, so that a restart keeps what the run before it said."""
     name = time.strftime("%Y-%m-%d_%H-%M-%S")
     if nodes.count > 1:
-        name += f"-node-{nodes.rank if nodes.rank is not None else os.uname().nodename}"
+        name += f"-{nodes.label}"
     folder = run_folder / "logs" / name
     for suffix in ("", *(f"-{n}" for n in range(2, 100))):
         try:
@@ -249,11 +235,16 @@ def make_log_folder(run_folder: Path, nodes: Nodes) -> Path:
 
 
 def write_config(plan: Plan, folder: Path) -> Path:
-    """Writes the resolved config, atomically: the one file that all workers of this node read."""
+    """Writes the resolved config, the one file that all workers of this node read.
+
+    The device is resolved, too: a worker that cannot use the GPU that was seen here must fail, not use the CPU.
+    """
+    run = plan.loaded.config.run.model_copy(update={"device": "cuda" if plan.gpus else "cpu"})
+    config = plan.loaded.config.model_copy(update={"run": run})
     path = folder / "config.toml"
     new = folder / f".config.toml.{os.getpid()}"
     try:
-        new.write_text(dump(plan.loaded.config), encoding="utf-8")
+        new.write_text(dump(config), encoding="utf-8")
         os.replace(new, path)
     except OSError as error:
         raise cannot_write(path, error) from error
@@ -261,16 +252,11 @@ def write_config(plan: Plan, folder: Path) -> Path:
 
 
 def cannot_write(path: Path, error: OSError) -> InputError:
-    return InputError(Problem("", str(path), error.strerror or str(error), "a path that can be written"))
+    fix = "choose another folder with --run.output_dir, or make room in this one"
+    return InputError(Problem("", str(path), error.strerror or str(error), "a path that can be written", fix))
 
 
 # --- what the user sees ---
-
-
-def print_problems(problems: Sequence[Problem]) -> None:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    text = "\n".join(str(problem) for problem in problems).replace("\n", "\n  ")
-    print(f"titanlite: {count}, nothing was started\n  {text}", file=sys.stderr, flush=True)
 
 
 def describe(plan: Plan, run_folder: Path, log_folder: Path) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import socket
 import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from titanlite.config.problems import Problem
+from titanlite.config.problems import InputError, Problem
 
 ENVIRONMENT = "environment"
 DEFAULT_PORT = 29500  # only for several nodes, which have to agree on one
@@ -26,8 +28,20 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def raise_open_file_limit() -> None:
+    """As many open files as the system allows: every rank holds a socket to every other, in several groups."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has a limit below what it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def gpu_count(environ: Mapping[str, str]) -> int:
-    """CUDA GPUs that a worker would see, by nvidia-smi and CUDA_VISIBLE_DEVICES; 0 without a working driver."""
+    """CUDA GPUs that a worker would see, by nvidia-smi and CUDA_VISIBLE_DEVICES; 0 without nvidia-smi.
+
+    Raises InputError when nvidia-smi is there and fails: a machine with a broken driver must not train on its CPU.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return 0
@@ -35,8 +49,11 @@ def gpu_count(environ: Mapping[str, str]) -> int:
         listing = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
         ).stdout
-    except (OSError, subprocess.SubprocessError):
+    except FileNotFoundError:
         return 0
+    except (OSError, subprocess.SubprocessError) as error:
+        fix = "repair the NVIDIA driver, or train on the CPU knowingly with --run.device cpu"
+        raise InputError(Problem("", "nvidia-smi -L", str(error), "a working driver", fix)) from None
     return visible_gpus(listing, visible)
 
 
@@ -75,6 +92,11 @@ class Nodes:
     address: str = "127.0.0.1"
     port: int = 0
     run_id: str = "titanlite"
+
+    @property
+    def label(self) -> str:
+        """A name for this node's own files in a folder that all nodes share."""
+        return f"node-{self.rank if self.rank is not None else os.uname().nodename}"
 
     @property
     def is_main(self) -> bool:
@@ -124,7 +146,8 @@ def read_integer(
         return None
     if re.fullmatch(r"[0-9]{1,9}", text) and lowest <= int(text) <= highest:
         return int(text)
-    problems.append(Problem(ENVIRONMENT, name, f'"{text}"', f"an integer from {lowest} to {highest} ({meaning})"))
+    allowed = f"an integer from {lowest} to {highest} ({meaning})"
+    problems.append(Problem(ENVIRONMENT, name, f'"{text}"', allowed, f"export {name}=N with such an N, or unset it"))
     return None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from titanlite.command_line import say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_WRONG_INPUT
 from titanlite.lifeline import LAUNCHER_PID
 from titanlite.machine import Nodes
@@ -50,10 +51,6 @@ class Job:
 
     def shows(self, rank: int) -> bool:
         return self.shown is None or rank in self.shown
-
-
-def say(message: str) -> None:
-    print(f"titanlite: {message}", file=sys.stderr, flush=True)
 
 
 # --- signals ---
@@ -243,7 +240,11 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
 
 
 def quiet_agent() -> None:
-    """The agent logs every process it ends; what matters of that, `report` says. LOGLEVEL=WARNING brings it back."""
+    """The agent logs every process it ends; what matters of that, `report` says. LOGLEVEL=WARNING brings it back.
+
+    Call it when torch.distributed.launcher.api is imported: that imports the agent, whose loggers must be there already
+    (seen on torch 2.11.0 and 2.13.0).
+    """
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic") or name.startswith("torch.distributed.launcher"):
@@ -255,8 +256,6 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
 
     environment: variables for the workers, besides this process's own.
     """
-    import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.distributed.elastic.rendezvous.registry  # noqa: F401
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from titanlite.config.check import static_problems
 from titanlite.config.load import load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
 from titanlite.lifeline import die_with_launcher
@@ -23,8 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *overrides = sys.argv[1:] if argv is None else argv
     die_with_launcher()
     try:
-        config = load(name, overrides).config
+        loaded = load(name, overrides)
+        config = loaded.config
         ranks = runtime.start(config.comm, config.run, config.parallelism)
+        if problems := static_problems(loaded, ranks.world_size):  # the launcher's rules hold without it, too
+            raise InputError(problems)
         Trainer(config, ranks).train()
     except Exception as error:
         wrong_input = isinstance(error, InputError)
@@ -41,11 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(code: int) -> None:
-    # A rank that failed may hold collectives that never finish: leave without waiting for their threads.
+    # Everything is saved and closed. A stuck communicator or a failed rank's collectives must not hold the process.
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == EXIT_DONE:
-        sys.exit(code)
     os._exit(code)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,11 @@ from torch import Tensor
 from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_batch
-from titanlite.config.problems import InputError, Problem
+from titanlite.config.load import dump
 from titanlite.config.schema import Config
 from titanlite.data.loader import IGNORED, Batch, ValidationData, build_train_loader, data_fingerprint
 from titanlite.data.prepare import prepare
+from titanlite.identity import check_ranks_agree, check_same_run
 from titanlite.lifeline import has_launcher
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.throughput import Throughput, bf16_slower_than_fp32, peak_flops
@@ -40,14 +41,16 @@ class NonFiniteError(RuntimeError):
 class TrainState:
     """All of a run's state that is not a tensor; saved as JSON in every checkpoint.
 
-    step:    optimizer steps done
-    samples: samples consumed; the next step takes samples [samples, samples + global_batch_size)
-    tokens:  tokens consumed
+    step:         optimizer steps done
+    samples:      samples consumed; the next step takes samples [samples, samples + global_batch_size)
+    tokens:       tokens consumed
+    resumed_from: the checkpoint that the run was told to start from (checkpoint.resume = PATH), if it was
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    resumed_from: str = ""
 
 
 class DeferredScalars:
@@ -86,6 +89,7 @@ class Trainer:
         self.folder = Path(config.run.output_dir) / config.run.name
         self.state = TrainState()
         self.pending: PendingStep | None = None
+        self.metrics: MetricsLogger | None = None
         self.first_step_of_process = True
         self._lock = lock_folder(self.folder, WORKER_LOCK, wait_seconds=10) if ranks.is_main else None
 
@@ -94,10 +98,11 @@ class Trainer:
         self._read_resume_point()
         if self.finished:
             return
-        self._build_metrics()
         self._build_model()
         self._load_checkpoint()
         self._build_loader()
+        self._write_config()
+        self._build_metrics()
 
     # ---- build steps -------------------------------------------------------------------------------------------
 
@@ -112,6 +117,7 @@ class Trainer:
             validation=config.validation.enable,
         )
         self.data_fingerprint = data_fingerprint(self.prepared, seq_len=config.training.seq_len, seed=config.run.seed)
+        check_ranks_agree(config, self.data_fingerprint, self.ranks)
         self.validation = None
         if config.validation.enable:
             self.validation = ValidationData(self.prepared, config.training.seq_len, config.validation.samples)
@@ -131,8 +137,24 @@ class Trainer:
             return
         assert self.checkpoints is not None
         manifest = self.checkpoints.read_manifest(self.resume_path)
-        self._check_same_run(manifest, self.resume_path)
+        if self.config.checkpoint.resume != "auto":
+            # The same command is run again after a crash: it goes on with what it has done since.
+            given, newest = str(self.resume_path), self.checkpoints.latest()
+            since = self.checkpoints.read_manifest(newest) if newest else None
+            if newest and since and since["train_state"].get("resumed_from") == given:
+                self._say(f"{newest} goes on from {given}: resuming that")
+                self.resume_path, manifest = newest, since
+            manifest["train_state"]["resumed_from"] = given
+        for difference in check_same_run(manifest, self.resume_path, config=self.config, data=self.data_fingerprint):
+            self._say(f"resume: {difference}")
         self.state = TrainState(**{f.name: manifest["train_state"][f.name] for f in dataclasses.fields(TrainState)})
+
+    def _write_config(self) -> None:
+        """Only now is it known that the run may go on: a refused start leaves the run's description alone."""
+        if self.ranks.is_main:
+            new = self.folder / ".config.toml.new"
+            new.write_text(dump(self.config), encoding="utf-8")
+            os.replace(new, self.folder / "config.toml")
 
     def _build_metrics(self) -> None:
         config, ranks = self.config, self.ranks
@@ -173,7 +195,7 @@ class Trainer:
             seed=config.run.seed,
             ranks=ranks,
         )
-        self.parameters = self.model.named_parameters()
+        self.parameters = self.model.parameters
         self.optimizer = AdamW(self.parameters, config.optimizer)
         counts = parameter_counts(config.model)
         self._say(f"{counts.total:,} parameters, {ranks.world_size} x {ranks.device.type}")
@@ -244,9 +266,8 @@ class Trainer:
         config = self.config
         lr = lr_at(self.state.step + 1, config.optimizer.lr, config.lr_scheduler)
         loss_sum = self.model.forward_backward(microbatches)
-        targets = sum(((batch["labels"] != IGNORED).sum() for batch in microbatches), torch.zeros(()))
-        totals = torch.stack([loss_sum, targets.to(loss_sum, non_blocking=True)])
-        totals = self.ranks.sum_over_data(totals)
+        targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in microbatches)  # on the host, as labels are
+        totals = self.ranks.sum_over_data(torch.stack([loss_sum, loss_sum.new_full((), targets)]))
         loss = totals[0] / totals[1]
         stats = gradients.finish(self.parameters.values(), totals[1], config.training.max_norm)
         found_inf = torch.where(torch.isfinite(loss), stats.found_inf, 1.0)
@@ -293,6 +314,7 @@ class Trainer:
                 f"ended at step {step}: less than a step is left of the data's {epochs} epochs "
                 f"({self.state.samples} samples are used). To go on: raise data.epochs, or set it to 0 for no limit."
             )
+        assert self.metrics is not None
         self.metrics.close()
 
     # ---- validation --------------------------------------------------------------------------------------------
@@ -335,33 +357,6 @@ class Trainer:
         moments = {f"optimizer.{key}": value for key, value in self.optimizer.state_tensors().items()}
         return model | moments
 
-    def _check_same_run(self, manifest: dict[str, Any], path: Path) -> None:
-        """Refuses to go on with another model, seed or data; names every other key that differs."""
-        old, new = _flatten(manifest["config"]), _flatten(self.config.model_dump(mode="json"))
-        differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        refused = [
-            Problem(str(path), key, repr(new.get(key)), f"{old.get(key)!r}, as in the checkpoint", _ANEW)
-            for key in differing
-            if key.startswith("model.") or key == "run.seed"
-        ]
-        fingerprint = manifest["train_state"]["data_fingerprint"]
-        if not refused and fingerprint != self.data_fingerprint:
-            keys = [key for key in differing if key.startswith(("data.", "tokenizer.", "training.seq_len"))]
-            where = ", ".join(keys) or "data"
-            refused = [
-                Problem(
-                    str(path),
-                    where,
-                    f"data fingerprint {self.data_fingerprint[:16]}",
-                    f"{fingerprint[:16]}, as in the checkpoint: the same text, tokenizer, weights and seq_len",
-                    _ANEW,
-                )
-            ]
-        if refused:
-            raise InputError(refused)
-        for key in differing:
-            self._say(f"resume: {key} was {old.get(key)!r}, is now {new.get(key)!r}")
-
     # ---- reports -----------------------------------------------------------------------------------------------
 
     def _report(self, done: PendingStep, validate: Callable[[], dict[str, float]] | None = None) -> None:
@@ -376,7 +371,7 @@ class Trainer:
                 "Start again to resume from the last checkpoint; a lower optimizer.lr or training.max_norm may help."
             )
         extra = validate() if validate else {}
-        last = step == self.config.training.steps
+        last = step == self.state.step and self.ending
         if not extra and step % self.config.metrics.log_freq and step != 1 and not last:
             return
         row = {
@@ -390,6 +385,7 @@ class Trainer:
             **self.throughput.row(),
             **extra,
         }
+        assert self.metrics is not None
         self.metrics.log(row)
 
     def _flush(self, validate: Callable[[], dict[str, float]] | None = None) -> None:
@@ -400,20 +396,7 @@ class Trainer:
     def _say(self, message: str) -> None:
         if not self.ranks.is_main:
             return
-        if hasattr(self, "metrics"):
-            self.metrics.message(message)
-        else:
+        if self.metrics is None:
             print(message, flush=True)
-
-
-_ANEW = "set it back to resume, or start anew under another run.name"
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            self.metrics.message(message)

@@ -24,5 +24,9 @@ case "$*" in
         rm -f "$here/torch"
         ;;
     *'version("torch")'*) cat "$here/torch" 2>/dev/null ;;
+    "-m titanlite.launch"*)
+        words="$*"
+        echo "launch:${words#-m titanlite.launch}"
+        ;;
     "- https://"*) exit "${FAKE_NO_CPU_INDEX:-1}" ;;
 esac

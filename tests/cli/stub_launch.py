@@ -3,6 +3,7 @@
 import sys
 
 from titanlite import launch
+from titanlite.command_line import print_problems
 from titanlite.config.problems import InputError
 
 
@@ -11,7 +12,7 @@ def main() -> int:
     try:
         return launch.launch(sys.argv[1:], worker="tests.cli.stub_worker")
     except InputError as error:
-        launch.print_problems(error.problems)
+        print_problems(error.problems)
         return 2
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.cli.processes import LAUNCH, TITANLITE, assert_refused, run, write_config
+from tests.cli.processes import LAUNCH, ROOT, TITANLITE, assert_refused, run, write_config
 from titanlite.config.keys import KEYS
 from titanlite.config.load import load
 
@@ -49,7 +49,7 @@ def test_name_is_needed_and_comes_first() -> None:
 
 def test_list_has_every_config() -> None:
     done = run(TITANLITE, "config", "--list")
-    names = {path.stem for path in Path("train_configs").glob("*.toml")}
+    names = {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
     assert {line.split()[0] for line in done.stdout.splitlines()} >= names
     assert all(len(line.split()) > 3 for line in done.stdout.splitlines()), "each says what it is"
     listed = json.loads(run(TITANLITE, "config", "--list", "--json").stdout)["configs"]
@@ -64,8 +64,21 @@ def test_check() -> None:
     assert_refused(
         run(TITANLITE, "config", "llama_debug", "--check", "--world-size", "5"), "training.global_batch_size"
     )
-    assert_refused(run(TITANLITE, "config", "llama_debug", "--check", "--world-size", "0"), "--world-size")
-    assert_refused(run(TITANLITE, "config", "llama_debug", "--world-size", "4"), "only with --check")
+    assert_refused(run(TITANLITE, "config", "llama_debug", "--check", "--world-size", "0"), "--world-size", "fix: ")
+    assert_refused(run(TITANLITE, "config", "llama_debug", "--world-size", "4"), "only with --check", "fix: ")
+
+
+def test_check_names_what_is_not_on_this_machine(tmp_path: Path) -> None:
+    missing = ["--tokenizer.path", "nowhere.model", "--data.sources", '[{path="nope"}]']
+    done = run(TITANLITE, "config", "llama_debug", "--check", *missing)
+    assert_refused(done, "tokenizer.path", "nowhere.model", "data.sources.0.path", "nope")
+    assert_refused(run(TITANLITE, "config", "llama_debug", "--check", "--checkpoint.resume", "nope"), "nope")
+    (tmp_path / "file").touch()
+    done = run(TITANLITE, "config", "llama_debug", "--check", "--json", "--run.output_dir", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert [problem["key"] for problem in json.loads(done.stdout)["problems"]] == ["run.output_dir"]
+    done = run(TITANLITE, "config", "llama_debug", "--check", "--run.device", "cuda")  # it may run elsewhere
+    assert done.returncode == 0, done.stderr
 
 
 def test_check_as_json() -> None:
@@ -97,6 +110,7 @@ def test_help_has_every_key(command: tuple[str, ...]) -> None:
     assert "data.sources[].weight" in done.stdout
     if "config" not in command:
         assert all(name in done.stdout for name in ("NPROC", "NNODES", "MASTER_ADDR", "LOG_RANK", "--nproc"))
+        assert "2 wrong input; 75 is kept for runs that were preempted and saved\n" in done.stdout
 
 
 def test_commands_import_no_torch() -> None:

@@ -17,6 +17,14 @@ CODE = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 LINES = [line for kind, block in CODE if kind == "bash" for line in block.splitlines() if line.strip()]
 INLINE = re.findall(r"`((?:\./run_train\.sh|titanlite config)[^`]*)`", README)
 COMMANDS = sorted({*LINES, *INLINE})
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKS = [
+    (str(document.relative_to(ROOT)), target)
+    for document in DOCUMENTS
+    for found in re.findall(r"\]\(([^)\s#]+)|<(?:img|a)[^>]*?(?:src|href)=\"([^\"#]+)", document.read_text())
+    for target in found
+    if target and not re.match(r"[a-z]+:", target)
+]
 
 
 def test_there_are_commands() -> None:
@@ -34,6 +42,15 @@ def test_command_is_accepted(command: str) -> None:
         assert done.returncode == 0, done.stderr
     else:
         assert (ROOT / words[0]).exists() or words[0] in ("tensorboard", "pip", "python"), command
+
+
+def test_there_are_links() -> None:
+    assert any("docs/config.md" in path for _, path in LINKS)
+
+
+@pytest.mark.parametrize(("document", "target"), LINKS)
+def test_link_or_image_exists(document: str, target: str) -> None:
+    assert ((ROOT / document).parent / target).exists()
 
 
 def test_own_text_section_is_a_config(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.processes import ROOT
+from tests.cli.processes import LAUNCH, ROOT, run
 
 SCRIPTS = ["run_train.sh", "scripts/setup.sh", "scripts/test.sh", ".ci/run"]
 
@@ -241,7 +241,37 @@ def test_setup_only(checkout: Checkout) -> None:
         [checkout.root / "run_train.sh", "--setup-only"], env=checkout.env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{checkout.venv}/bin/python\n"
+    assert checkout.log() and done.stdout == "launch: --setup-only\n", "the launcher stops there, see the next test"
+
+
+def test_launcher_with_setup_only_does_nothing(tmp_path: Path) -> None:
+    done = run(LAUNCH, "--setup-only", "--config", "nowhere.toml", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{sys.executable}\n", "")
+
+
+def test_find_makes_nothing(checkout: Checkout) -> None:
+    stdout, stderr = checkout.setup("--find", code=1)
+    assert stdout == "" and "no torch" in stderr and "--setup-only" in stderr
+    assert checkout.log() == [] and not checkout.venv.exists()
+    checkout.setup()
+    assert checkout.setup("--find") == (f"{checkout.venv}/bin/python\n", "")
+    assert len(checkout.log()) == 2
+    (checkout.venv / ".titanlite-setup").unlink()
+    assert "is not set up" in checkout.setup("--find", code=1)[1]
+    assert len(checkout.log()) == 2 and checkout.venv.exists()
+
+
+def test_gpu_check_downloads_nothing(checkout: Checkout) -> None:
+    shutil.copy(ROOT / "scripts/gpu_check.sh", checkout.root / "scripts/gpu_check.sh")
+    done = subprocess.run(
+        ["bash", checkout.root / "scripts/gpu_check.sh", "--cpu"],
+        env=checkout.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "no usable environment" in done.stderr and "no torch" in done.stderr
+    assert done.stdout == "" and checkout.log() == []
 
 
 # --- an active environment ---

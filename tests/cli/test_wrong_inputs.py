@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_arguments(case: str, tmp_path: Path) -> None:
     arguments, words = ARGUMENTS[case]
     (tmp_path / "README_FILE").touch()
     done = run(LAUNCH, *arguments, cwd=tmp_path)
-    assert_refused(done, *words)
+    assert_refused(done, *words, "fix: ")
     assert not (tmp_path / "outputs").exists()
 
 
@@ -70,7 +71,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_environment(case: str, tmp_path: Path) -> None:
     env, words = ENVIRONMENTS[case]
     layout = ["--parallelism.dp_shard", "4"] if "layout" in case else []
-    assert_refused(run(LAUNCH, *layout, cwd=tmp_path, **env), *words)
+    assert_refused(run(LAUNCH, *layout, cwd=tmp_path, **env), *words, "fix: ")
     assert not (tmp_path / "outputs").exists()
 
 
@@ -101,6 +102,22 @@ def test_more_processes_than_gpus(tmp_path: Path) -> None:
     assert_refused(done, "processes", "2")
 
 
+def test_a_broken_driver_is_no_machine_without_gpus(tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{environment()['PATH']}"
+    done = subprocess.run(
+        LAUNCH,
+        cwd=tmp_path,
+        env={name: value for name, value in environment(PATH=path).items() if name != "CUDA_VISIBLE_DEVICES"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert_refused(done, "nvidia-smi -L", "exit status 18", "--run.device cpu")
+
+
 def test_empty_corpus(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     config = write_config(tmp_path)
@@ -126,7 +143,8 @@ def test_refusal_takes_no_torch_and_under_a_second(tmp_path: Path) -> None:
 
 def test_a_good_plan_takes_no_torch(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from titanlite import launch; plan = launch.make_plan([], os.environ); "
+        "import os, sys; from titanlite import launch; "
+        "plan = launch.make_plan(*launch.make_parser().parse_known_args([]), os.environ); "
         "import titanlite.data.prepare; print(plan.nproc, 'torch' in sys.modules)"
     )
     done = run((sys.executable, "-c", code), cwd=tmp_path)

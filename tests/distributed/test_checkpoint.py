@@ -14,15 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.harness.distributed import WorkerFailed, run_distributed
-from tests.harness.training import TINY, full_tensors, merge, rank_batches, train_step
+from tests.harness.training import build, full_tensors, rank_batches, train_step
 from titanlite.checkpoint import dcp
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import CheckpointError
 from titanlite.config.problems import InputError
-from titanlite.config.schema import CheckpointConfig, CommConfig, Config, ParallelismConfig, RunConfig
-from titanlite.optim.optimizer import AdamW
+from titanlite.config.schema import CheckpointConfig, CommConfig, ParallelismConfig, RunConfig
 from titanlite.parallel import runtime
-from titanlite.parallel.parallelize import parallelize
 
 PARTS: dict[str, Any] = {"train_state": {}, "layout": {}, "config": {}}
 
@@ -135,7 +133,7 @@ def train_and_save(sections: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 def load_trained(sections: Any, folder: Path) -> dict[str, torch.Tensor]:
     tensors, manager, _ = model_tensors(sections, folder)
-    path = manager.latest()
+    path = manager.find_resume()
     assert path is not None
     manager.load(path, tensors)
     return full_tensors(tensors)
@@ -144,13 +142,8 @@ def load_trained(sections: Any, folder: Path) -> dict[str, torch.Tensor]:
 def model_tensors(
     sections: Any, folder: Path
 ) -> tuple[dict[str, torch.Tensor], CheckpointManager, Callable[[int], Any]]:
-    config = Config.model_validate(sections)
-    ranks = runtime.start(config.comm, config.run, config.parallelism)
-    args = (config.model, config.training, config.parallelism, config.activation_checkpoint, config.compile)
-    model = parallelize(*args, seed=config.run.seed, ranks=ranks)
-    named = model.named_parameters()
-    optimizer = AdamW(named, config.optimizer)
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter for name, parameter in named.items()}
+    config, ranks, model, optimizer = build(sections)
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter for name, parameter in model.parameters.items()}
     tensors |= {f"optimizer.{name}": state for name, state in optimizer.state_tensors().items()}
     manager = CheckpointManager(config.checkpoint, folder, ranks)
     return tensors, manager, lambda n: train_step(model, optimizer, ranks, rank_batches(config, ranks, n), config, n)
@@ -158,7 +151,7 @@ def model_tensors(
 
 def test_trained_model_to_other_layouts(tmp_path: Path) -> None:
     def sections(**parallelism: int) -> Any:
-        return merge(TINY, {"parallelism": parallelism, "checkpoint": {"async_mode": "async"}})
+        return {"parallelism": parallelism, "checkpoint": {"async_mode": "async"}}
 
     expected = run_distributed(train_and_save, 2, sections(dp_shard=2), tmp_path)[0]
     assert any(key.endswith("exp_avg_sq") for key in expected)
@@ -218,10 +211,9 @@ def save_with_a_failure(folder: Path, mode: str) -> tuple[str, str | None]:
     if dist.get_rank() == 0:
         (folder / "step-00000002" / "__1_0.distcp").mkdir(parents=True)  # rank 1 cannot write its file
     try:
-        manager.save(2, tensors, PARTS)
-        manager.finish()
+        manager.save(2, tensors, PARTS, wait=True)
     except CheckpointError as error:
-        newest = manager.latest()
+        newest = manager.find_resume()
         manager.save(3, tensors, PARTS, wait=True)  # life goes on
         return str(error), newest.name if newest else None
     raise AssertionError("the save did not fail")

@@ -1,39 +1,24 @@
 """What each strategy communicates, and the state it leaves: names, sharding at rest, evaluation, optimizer state."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import TINY, full_tensors, merge, rank_batches, train_step
+from tests.harness.training import TINY, build, full_tensors, merge, rank_batches, train_step
 from titanlite.config.schema import Config
 from titanlite.model.transformer import Block
-from titanlite.optim.optimizer import AdamW
 from titanlite.parallel import runtime
 from titanlite.parallel.gradients import finish, global_norm
-from titanlite.parallel.parallelize import parallelize
 
 FSDP2 = {"parallelism": {"dp_shard": 2}}
 FSDP3 = {"parallelism": {"dp_shard": 3}}
 DDP2 = {"parallelism": {"dp_replicate": 2}}
 HSDP = {"parallelism": {"dp_replicate": 2, "dp_shard": 2}}
 UNITS = 3  # two blocks and the root
-
-
-def build(sections):
-    config = Config.model_validate(merge(TINY, sections))
-    ranks = runtime.start(config.comm, config.run, config.parallelism)
-    model = parallelize(
-        config.model,
-        config.training,
-        config.parallelism,
-        config.activation_checkpoint,
-        config.compile,
-        seed=config.run.seed,
-        ranks=ranks,
-    )
-    return config, ranks, model, AdamW(model.named_parameters(), config.optimizer)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -70,8 +55,8 @@ def state_after_a_step(sections):
 
     def look():
         parameters = dict(model.module.named_parameters())
-        assert list(parameters) == list(model.named_parameters())
-        assert all(parameters[name] is kept for name, kept in model.named_parameters().items())
+        assert list(parameters) == list(model.parameters)
+        assert all(parameters[name] is kept for name, kept in model.parameters.items())
         seen.append(
             {
                 name: (isinstance(p, DTensor), (p.to_local() if isinstance(p, DTensor) else p).numel(), p.numel())
@@ -85,7 +70,7 @@ def state_after_a_step(sections):
     look()
     model.evaluate(batches[0])
     look()
-    assert all(p.dtype == torch.float32 for p in model.named_parameters().values())
+    assert all(p.dtype == torch.float32 for p in model.parameters.values())
     return seen
 
 
@@ -112,9 +97,9 @@ def optimizer_state(sections):
     config, ranks, model, optimizer = build(sections)
     for step in (1, 2):
         train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)
-    parameters, state = model.named_parameters(), optimizer.state_tensors()
+    parameters, state = model.parameters, optimizer.state_tensors()
     for name, tensor in state.items():
-        parameter = parameters[name.rsplit(".", 1)[0]]
+        parameter: Any = parameters[name.rsplit(".", 1)[0]]
         assert tensor.shape == parameter.shape
         assert isinstance(tensor, DTensor) == isinstance(parameter, DTensor)
         if isinstance(tensor, DTensor):
@@ -134,7 +119,7 @@ def loaded_before_the_first_step(sections):
     """Losses when the weights are written in place between building and the first forward."""
     config, ranks, model, optimizer = build(sections)
     with torch.no_grad():
-        for parameter in model.named_parameters().values():
+        for parameter in model.parameters.values():
             parameter.mul_(0.5)
     return [
         train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)[0] for step in (1, 2, 3)
@@ -171,7 +156,7 @@ def one_rank_is_not_finite(sections):
     config, ranks, model, optimizer = build(sections)
     model.zero_grad()
     model.forward_backward(rank_batches(config, ranks, 1))
-    parameters = model.named_parameters()
+    parameters = model.parameters
     if ranks.rank == 1:
         gradient = parameters["layers.0.mlp.up.weight"].grad
         assert isinstance(gradient, DTensor)
@@ -207,7 +192,7 @@ def compiled_graphs(sections):
         train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)[0] for step in (1, 2)
     ]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return losses, graphs, list(model.named_parameters())
+    return losses, graphs, list(model.parameters)
 
 
 @pytest.mark.parametrize(

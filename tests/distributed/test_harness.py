@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.distributed import WorkerFailed, run_distributed
+from tests.harness.processes import is_running
 
 
 def rank_and_sum(factor):
@@ -66,9 +67,9 @@ def threads():
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
-def is_running(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state != "" and not state.startswith("Z")
+def origin():
+    """(the process this one was forked from, seconds of CPU time that this one has used)."""
+    return os.getppid(), time.process_time()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -78,13 +79,10 @@ def test_results_come_by_rank(world_size):
 
 
 def test_a_world_is_cheap():
-    run_distributed(rank_and_sum, 2, 1)  # the first also starts the server
-    durations = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run_distributed(rank_and_sum, 4, 1)
-        durations.append(time.perf_counter() - start)
-    assert min(durations) < 1.0, durations
+    """Workers are forks of one server, with no import of torch to pay for: that is seconds of CPU time, on any load."""
+    workers = run_distributed(origin, 4) + run_distributed(origin, 2)
+    assert len({server for server, _ in workers}) == 1 and workers[0][0] != os.getpid()
+    assert max(seconds for _, seconds in workers) < 0.5, workers
 
 
 def test_the_first_failure_is_raised_with_its_traceback():

@@ -1,4 +1,4 @@
-"""Every layout against one process: initial weights, loss, norm, each gradient, and the weights after some steps."""
+"""What tests/parity leaves out: more ranks than rows, bf16 gradient by gradient, no clipping, the same run twice."""
 
 from functools import cache
 
@@ -8,10 +8,8 @@ from tests.harness.training import Sections, largest_error, merge, run_training
 
 STEPS = 3
 ACCUMULATE = {"training": {"local_batch_size": 2}}
-RECOMPUTE = {"activation_checkpoint": {"mode": "full"}}
 BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
 BF16_REDUCE = {"training": {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "bfloat16"}}
-TIED = {"model": {"tie_word_embeddings": True}}
 
 
 def fsdp(n, stage=3):
@@ -24,27 +22,10 @@ def ddp(n):
 
 HSDP = {"parallelism": {"dp_replicate": 2, "dp_shard": 2}}
 
-LAYOUTS: dict[str, tuple[int, Sections]] = {
-    **{f"fsdp{n} stage{stage}": (n, fsdp(n, stage)) for n in (2, 3, 4) for stage in (1, 2, 3)},
-    **{f"ddp{n}": (n, ddp(n)) for n in (2, 3, 4)},
-    "hsdp2x2": (4, HSDP),
-    "fsdp8": (8, fsdp(8)),
-    "one process, accumulating": (1, ACCUMULATE),
-    "one process, recomputing": (1, RECOMPUTE),
-    **{f"fsdp3 stage{stage}, accumulating": (3, merge(fsdp(3, stage), ACCUMULATE)) for stage in (1, 2, 3)},
-    "fsdp4, accumulating 2": (4, merge(fsdp(4), {"training": {"local_batch_size": 3}})),
-    "ddp3, accumulating": (3, merge(ddp(3), ACCUMULATE)),
-    "hsdp2x2 stage1, accumulating": (4, merge(HSDP, {"parallelism": {"zero_stage": 1}}, ACCUMULATE)),
-    "hsdp2x2 stage2, accumulating": (4, merge(HSDP, {"parallelism": {"zero_stage": 2}}, ACCUMULATE)),
-    "hsdp2x2 stage3, accumulating, recomputing": (4, merge(HSDP, ACCUMULATE, RECOMPUTE)),
-    **{f"fsdp2 stage{stage}, recomputing": (2, merge(fsdp(2, stage), RECOMPUTE)) for stage in (1, 2, 3)},
-    "ddp2, accumulating, recomputing": (2, merge(ddp(2), ACCUMULATE, RECOMPUTE)),
-}
-
 
 @cache
 def one_process(kind: str):
-    sections: dict[str, Sections] = {"fp32": {}, "bf16": BF16, "tied": TIED}
+    sections: dict[str, Sections] = {"fp32": {}, "bf16": BF16}
     return run_training(sections[kind], 1, steps=STEPS)
 
 
@@ -52,25 +33,15 @@ def relative(got, expected):
     return max(abs(g - e) / e for g, e in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp32(layout):
-    world_size, sections = LAYOUTS[layout]
-    expected, got = one_process("fp32"), run_training(sections, world_size, steps=STEPS)
+def test_more_ranks_than_some_parameters_have_rows():
+    """8 ranks: some hold nothing of a norm's weight, in gradients, norm and update."""
+    expected, got = one_process("fp32"), run_training(fsdp(8), 8, steps=STEPS)
     assert got["init_hash"] == expected["init_hash"]
     assert relative(got["losses"], expected["losses"]) < 1e-6
     assert relative(got["norms"], expected["norms"]) < 1e-6
     assert largest_error(got["grads"], expected["grads"]) < (1e-6, "")
     assert largest_error(got["parameters"], expected["parameters"]) < (5e-6, "")
     assert got["n_updates"] == STEPS
-
-
-@pytest.mark.parametrize("world_size, sections", [(2, fsdp(2)), (3, fsdp(3, 1)), (2, ddp(2))], ids=str)
-def test_tied_embeddings(world_size, sections):
-    expected, got = one_process("tied"), run_training(merge(TIED, sections), world_size, steps=STEPS)
-    assert "output.weight" not in got["grads"]
-    assert got["init_hash"] == expected["init_hash"]
-    assert relative(got["losses"], expected["losses"]) < 1e-6
-    assert largest_error(got["grads"], expected["grads"]) < (1e-6, "")
 
 
 # One-process bf16 with another microbatch size, so only another order of rounding, is off by 5e-3 in gradients.

@@ -29,13 +29,16 @@ def coordinates_and_groups(layouts):
     """Per layout: ({axis: (coordinate, size, ranks of the group)}, (shape, coordinate) of hsdp), of this rank."""
     found = []
     for degrees in layouts:
-        meshes = Meshes.build(resolve_layout(ParallelismConfig(**degrees), dist.get_world_size()), "cpu")
+        meshes = Meshes(resolve_layout(ParallelismConfig(**degrees), dist.get_world_size()), "cpu")
+        before = meshes.groups()
+        assert all(getattr(meshes, name).get_group() in before for name in AXES if name not in ("efsdp", "ep"))
         axes = {}
         for name in AXES:
             mesh = getattr(meshes, name)
             assert mesh.ndim == 1
             axes[name] = (mesh.get_local_rank(), mesh.size(), dist.get_process_group_ranks(mesh.get_group()))
         assert all(getattr(meshes, name).get_group() in meshes.groups() for name in AXES)
+        assert before < meshes.groups(), "the sparse view was made only now"
         found.append((axes, (meshes.hsdp.shape, meshes.hsdp.get_coordinate())))
     return found
 

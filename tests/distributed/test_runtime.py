@@ -23,19 +23,29 @@ def begin(run=CPU, comm=None, **degrees):
 def collectives():
     ranks = begin(dp_replicate=3)
     rank = float(ranks.rank)
-    reduced = [ranks.all_reduce(torch.tensor(rank), op).item() for op in ("sum", "max", "min")]
     summed = ranks.sum_over_data(torch.tensor(rank)).item()
-    broadcast = ranks.broadcast(torch.tensor(rank), src=1).item()
     obj = ranks.broadcast_object({"from": ranks.rank}, src=2)
     gathered = ranks.all_gather_object(f"rank {ranks.rank}")
     ranks.barrier()
-    group = ranks.gloo_group()
-    assert group is ranks.gloo_group()
-    assert group is not dist.group.WORLD
-    other = torch.ones(1)
-    dist.all_reduce(other, group=group)
-    place = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.data_rank, ranks.data_size, ranks.is_main)
-    return place, reduced, summed, broadcast, obj, gathered, other.item()
+    place = (ranks.rank, ranks.world_size, ranks.data_rank, ranks.data_size, ranks.is_main)
+    return place, summed, obj, gathered
+
+
+def objects_of_a_channel():
+    channel = begin(dp_replicate=3).object_channel()
+    name = f"rank {channel.rank}"
+    scattered = channel.scatter([10, 20, 30] if channel.rank == 0 else None)
+    return channel.size, channel.all_gather(name), channel.gather(name), scattered
+
+
+def a_slow_rank(seconds):
+    """One rank comes late to a collective of a channel, both of comm's timeouts being 1 s."""
+    ranks = begin(comm=CommConfig(init_timeout_seconds=1, train_timeout_seconds=1), dp_replicate=2)
+    ranks.use_train_timeout()
+    channel = ranks.object_channel()
+    if ranks.rank == 1:
+        time.sleep(seconds)
+    return channel.all_gather(ranks.rank)
 
 
 def data_sum_with_tensor_parallel():
@@ -72,7 +82,10 @@ def alone():
     assert ranks.all_gather_object(5) == [5]
     assert ranks.broadcast_object("x") == "x"
     ranks.barrier()
-    total = ranks.sum_over_data(ranks.all_reduce(torch.tensor(3.0))).item()
+    channel = ranks.object_channel()
+    assert (channel.rank, channel.size) == (0, 1)
+    assert channel.all_gather(5) == channel.gather(5) == [5] and channel.scatter([5]) == 5
+    total = ranks.sum_over_data(torch.tensor(3.0)).item()
     runtime.stop()
     assert not dist.is_initialized()
     runtime.stop()
@@ -93,18 +106,29 @@ def late_to_a_collective(seconds):
     ranks.use_train_timeout()
     if ranks.rank == 1:
         time.sleep(seconds)
-    ranks.all_reduce(torch.zeros(1))
+    ranks.barrier()
     if seconds > 1:
         ranks.barrier()
 
 
 def test_collectives_of_ranks():
-    for rank, (place, reduced, summed, broadcast, obj, gathered, other) in enumerate(run_distributed(collectives, 3)):
-        assert place == (rank, 3, rank, rank, 3, rank == 0)
-        assert reduced == [3.0, 2.0, 0.0]
-        assert (summed, broadcast, other) == (3.0, 1.0, 3.0)
+    for rank, (place, summed, obj, gathered) in enumerate(run_distributed(collectives, 3)):
+        assert place == (rank, 3, rank, 3, rank == 0)
+        assert summed == 3.0
         assert obj == {"from": 2}
         assert gathered == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_object_channel():
+    names = ["rank 0", "rank 1", "rank 2"]
+    expected = [(3, names, names if rank == 0 else None, 10 * (rank + 1)) for rank in range(3)]
+    assert run_distributed(objects_of_a_channel, 3) == expected
+
+
+def test_a_channel_waits_for_a_slow_rank():
+    """As long as a checkpoint may take to write; the timeouts of training do not count."""
+    assert run_distributed(a_slow_rank, 2, 3) == [[0, 1]] * 2
+    assert runtime.CHANNEL_TIMEOUT.total_seconds() >= 3600
 
 
 def test_ranks_with_the_same_tokens_are_counted_once():

@@ -126,6 +126,7 @@ def _worker(folder: Path, rank: int, world_size: int, fn: Callable[..., Any], ar
         )
         store = dist.FileStore(str(folder / "store"), world_size)
         runtime.connect(CommConfig(), RunConfig(device="cpu"), store=store, rank=rank, world_size=world_size)
+        dist.barrier()  # a rank that leaves while another is still connecting would fail that one
         _write(folder, rank, fn(*args))
         runtime.stop()
         code = 0

@@ -61,6 +61,22 @@ def merge(*many: Sections) -> dict[str, dict[str, Any]]:
     return merged
 
 
+def build(sections: Sections) -> tuple[Config, runtime.Ranks, ParallelModel, AdamW]:
+    """This worker's part of the run that the sections, laid over TINY, declare; its optimizer is fresh."""
+    config = Config.model_validate(merge(TINY, sections))
+    ranks = runtime.start(config.comm, config.run, config.parallelism)
+    model = parallelize(
+        config.model,
+        config.training,
+        config.parallelism,
+        config.activation_checkpoint,
+        config.compile,
+        seed=config.run.seed,
+        ranks=ranks,
+    )
+    return config, ranks, model, AdamW(model.parameters, config.optimizer)
+
+
 def run_training(
     sections: Sections, world_size: int, *, steps: int = 1, before: Callable[[], object] | None = None
 ) -> dict[str, Any]:
@@ -69,7 +85,7 @@ def run_training(
     sections: laid over TINY, so {"parallelism": {"dp_shard": 2}} is a whole layout.
     before:   importable function that each worker calls first, e.g. to break something on purpose.
     """
-    results = run_distributed(train_run, world_size, merge(TINY, sections), steps, before)
+    results = run_distributed(train_run, world_size, sections, steps, before)
     for result in results[1:]:
         assert result["losses"] == results[0]["losses"], "ranks disagree on the loss"
         assert result["norms"] == results[0]["norms"], "ranks disagree on the norm"
@@ -86,19 +102,8 @@ def train_run(sections: Sections, steps: int, before: Callable[[], object] | Non
     """
     if before is not None:
         before()
-    config = Config.model_validate(sections)
-    ranks = runtime.start(config.comm, config.run, config.parallelism)
-    model = parallelize(
-        config.model,
-        config.training,
-        config.parallelism,
-        config.activation_checkpoint,
-        config.compile,
-        seed=config.run.seed,
-        ranks=ranks,
-    )
-    parameters = model.named_parameters()
-    optimizer = AdamW(parameters, config.optimizer)
+    config, ranks, model, optimizer = build(sections)
+    parameters = model.parameters
     init_hash = tensors_hash(full_tensors(parameters).items())
     losses, norms, grads = [], [], {}
     for step in range(1, steps + 1):
@@ -134,7 +139,7 @@ def train_step(
     count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
     tokens = ranks.sum_over_data(torch.tensor(float(count), device=ranks.device))
     loss = ranks.sum_over_data(model.forward_backward(batches))
-    stats = gradients.finish(model.named_parameters().values(), tokens, config.training.max_norm)
+    stats = gradients.finish(model.parameters.values(), tokens, config.training.max_norm)
     optimizer.step(lr_at(step, config.optimizer.lr, config.lr_scheduler), stats.grad_scale, stats.found_inf)
     return (loss / tokens).item(), stats, tokens
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tests.parity.harness import LAYOUTS, STEPS, TIED, Record, deviations, run, worst
 
@@ -12,7 +14,7 @@ from tests.parity.harness import LAYOUTS, STEPS, TIED, Record, deviations, run, 
 def test_reference_is_a_real_run(reference: Record) -> None:
     assert len(reference.losses) == STEPS
     assert reference.losses[-1] < reference.losses[0] - 0.5, "it learns"
-    assert max(reference.norms) > 0.5, "the norm is clipped"
+    assert min(reference.norms) > 0.1, "the norm is clipped in every step"
     ids = [number for step in reference.sample_ids for number in step]
     assert ids == list(range(STEPS * 24)), "samples are consumed in order, none twice"
     assert len(reference.validation) == 2 and reference.validation[0] != reference.validation[1]
@@ -37,17 +39,17 @@ def test_loader_processes_change_nothing(text: Path, reference: Record) -> None:
 
 def test_the_vocabulary_padding_changes_nothing(text: Path, reference: Record) -> None:
     """Only the padding rows themselves differ, so gradients are compared on the real rows."""
-    record = run(LAYOUTS["fsdp 2"], text, sections={"model": {"vocab_pad_multiple": 7}})[0]
-    assert record.gradients["output.weight"].shape[0] == 301
-    assert reference.gradients["output.weight"].shape[0] == 384
-    for name in ("embedding.weight", "output.weight"):
-        for gradients in (record.gradients, reference.gradients):
-            assert not gradients[name][300:].any(), "padding rows have no gradient"
-            gradients[name] = gradients[name][:300]
-    record.init_hash = reference.init_hash
-    whole = [record]
-    record.sample_ids, record.tokens = reference.sample_ids, reference.tokens
-    assert not deviations(whole, reference)
+    records = run(LAYOUTS["fsdp 2"], text, sections={"model": {"vocab_pad_multiple": 128}})
+    assert records[0].gradients["output.weight"].shape[0] == 384
+    assert reference.gradients["output.weight"].shape[0] == 301
+    real = replace(reference, init_hash="", gradients=real_rows(reference.gradients))
+    assert not deviations([replace(r, init_hash="", gradients=real_rows(r.gradients)) for r in records], real)
+
+
+def real_rows(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    tables = ("embedding.weight", "output.weight")
+    assert not any(gradients[name][300:].any() for name in tables), "padding rows have no gradient"
+    return {name: gradient[:300] if name in tables else gradient for name, gradient in gradients.items()}
 
 
 def test_bfloat16_layouts_agree_within_its_own_tolerance(text: Path) -> None:

@@ -1,90 +1,61 @@
 """Tensors to files and back through torch.distributed.checkpoint (DCP), with any layout on either side.
 
-DCP plans, writes and reads; the collectives between are ours, over the checkpoint's own gloo group, so that a rank
-that fails gives all ranks one plain error and so that only what a rank will write has to be staged.
-The planner and storage classes used here are DCP's public ones, seen working on torch 2.13.
+DCP plans, writes and reads; the collectives between are ours, over the checkpoint's own channel, so that a rank that
+fails gives all ranks one plain error and so that only what a rank will write has to be staged.
+
+Seen working on torch 2.11.0 and 2.13.0, on CPU. Public are the default planners, the storage reader and writer, and the
+steps of both that are called here in the order in which dcp.save and dcp.load call them. Internal to DCP, and so what
+another torch may change: a writer's `per_thread_copy_ahead`, the `prefix` in a plan's storage_data, the names
+`__RANK_N.distcp`, and the pickle in `.metadata` with its private classes.
 """
 
 from __future__ import annotations
 
+import pathlib
 import pickle
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import load as dcp_load
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.storage import METADATA, CheckpointError, file_size, fsync_folder
+from titanlite.checkpoint.storage import METADATA, CheckpointError, file_size
+from titanlite.files import fsync_folder
+
+if TYPE_CHECKING:
+    from titanlite.parallel.runtime import ObjectChannel
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Objects:
-    """Collectives of Python objects over a gloo group of all ranks; a world of one needs no group."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
-
-    def all_gather(self, value: T) -> list[T]:
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def gather(self, value: T) -> list[T] | None:
-        """All ranks' values on rank 0, None elsewhere."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
-        return values
-
-    def scatter(self, values: list[T] | None) -> T:
-        """Rank 0's list, one value to each rank."""
-        if self.size == 1:
-            return cast(list[T], values)[0]
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, values, src=0, group=self.group)
-        return received[0]
-
-    def agree(self, doing: str, work: Callable[[], T]) -> T:
-        """Do `work` on every rank, and return its value; if it failed anywhere, all ranks raise one CheckpointError."""
-        value, failure = attempt(work)
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather(failure)) if text]
-        if failures:
-            more = f" (and {len(failures) - 3} more ranks)" if len(failures) > 3 else ""
-            raise CheckpointError(f"{doing} failed: {'; '.join(failures[:3])}{more}")
-        return cast(T, value)
+def agree(channel: ObjectChannel, doing: str, work: Callable[[], T]) -> T:
+    """Do `work` on every rank, and return its value; if it failed anywhere, all ranks raise one CheckpointError."""
+    value, failure = attempt(work)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text]
+    if failures:
+        more = f" (and {len(failures) - 3} more ranks)" if len(failures) > 3 else ""
+        raise CheckpointError(f"{doing} failed: {'; '.join(failures[:3])}{more}")
+    return cast(T, value)
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The value of `work`, or what went wrong with it in one line. Also of DCP's exception, which is no Exception."""
+    """The value of `work`, or what went wrong with it in one line."""
     try:
         return work(), None
-    except CheckpointException as error:
-        return None, describe(error)
     except Exception as error:
         return None, describe(error)
 
 
-def describe(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {describe(wrapped[0])}" for rank, wrapped in error.failures.items())
+def describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -123,21 +94,21 @@ class Snapshot:
             torch.cuda.synchronize()
 
 
-def plan_save(tensors: Tensors, objects: Objects, last: Plan | None) -> Plan:
+def plan_save(tensors: Tensors, channel: ObjectChannel, last: Plan | None) -> Plan:
     """Decide which rank writes what: replicated tensors once, spread over the ranks that hold them. Collective.
 
     `last` is used again if no rank's tensors have changed in name, shape, dtype or placement.
     """
     signature = [(key, _signature(tensor)) for key, tensor in tensors.items()]
-    if all(objects.all_gather(last is not None and last.signature == signature)) and last is not None:
+    if all(channel.all_gather(last is not None and last.signature == signature)) and last is not None:
         return last
     planner = DefaultSavePlanner(flatten_state_dict=False)
 
     def local_plan() -> SavePlan:
-        planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=objects.rank == 0)
+        planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=channel.rank == 0)
         return planner.create_local_plan()
 
-    plans = objects.gather(objects.agree("planning the checkpoint", local_plan))
+    plans = channel.gather(agree(channel, "planning the checkpoint", local_plan))
     metadata: Metadata | None = None
 
     def global_plan() -> list[SavePlan] | None:
@@ -147,8 +118,8 @@ def plan_save(tensors: Tensors, objects: Objects, last: Plan | None) -> Plan:
         merged, metadata = planner.create_global_plan(plans)
         return FileSystemWriter("").prepare_global_plan(merged)
 
-    merged = objects.agree("planning the checkpoint", global_plan)
-    return Plan(signature, planner.finish_plan(objects.scatter(merged)), metadata)
+    merged = agree(channel, "planning the checkpoint", global_plan)
+    return Plan(signature, planner.finish_plan(channel.scatter(merged)), metadata)
 
 
 def write_tensors(
@@ -201,41 +172,67 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of a checkpoint: the one place where its pickle is read."""
+    """DCP's description of a checkpoint. The only place where its pickle is read; nothing in the file can run code.
+
+    Raises CheckpointError if the file asks for anything but the classes that describe tensors.
+    """
     with open(folder / METADATA, "rb") as file:
-        metadata = pickle.load(file)
-    if not isinstance(metadata, Metadata):
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not all(
+        isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
+    ):
         raise CheckpointError(f"{folder / METADATA}: not the metadata of a checkpoint")
     return metadata
 
 
-def saved_tensors(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
-    """Key -> (shape, dtype) of what a checkpoint holds; None for an entry that is no tensor."""
-    return {
-        key: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
+# Plain data, whose constructors do nothing. BytesStorageMetadata is missing on purpose: DCP unpickles such an entry's
+# bytes without any restriction.
+_METADATA_CLASSES: dict[str, tuple[Any, ...]] = {
+    "pathlib": (pathlib.PosixPath,),
+    "pathlib._local": (pathlib.PosixPath,),  # Python 3.13's name of it
+    "torch": (torch.Size,),
+    "torch.serialization": (torch.serialization._get_layout,),
+    "torch.distributed.checkpoint.filesystem": (filesystem._StorageInfo,),
+    "torch.distributed.checkpoint.metadata": (
+        Metadata,
+        MetadataIndex,
+        dcp_metadata.StorageMeta,
+        TensorStorageMetadata,
+        dcp_metadata.ChunkStorageMetadata,
+        dcp_metadata.TensorProperties,
+        dcp_metadata._MEM_FORMAT_ENCODING,
+    ),
+}
 
 
-def read_tensors(folder: Path, tensors: Tensors, objects: Objects) -> None:
-    """Load into `tensors` in place, each rank what it holds. Collective. Raises CheckpointError."""
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        for known in _METADATA_CLASSES.get(module, ()):
+            if known.__name__ == name:
+                return known
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise CheckpointError(f"{METADATA} names {module}.{name}, which describes no tensor: refused, nothing was run")
+
+
+def saved_tensors(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Key -> (shape, dtype) of what a checkpoint holds."""
+    entries = cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)  # as read_metadata has checked
+    return {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
+
+
+def read_tensors(folder: Path, tensors: Tensors, channel: ObjectChannel) -> None:
+    """Load into `tensors` in place, each rank what it holds. Collective. Raises CheckpointError.
+
+    Not dcp.load, which has collectives of its own and reads the metadata with an unrestricted pickle.load.
+    """
 
     def load() -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(
-                dict(tensors),
-                storage_reader=_Reader(folder),
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=objects.group,
-                no_dist=objects.size == 1,
-            )
+        reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+        metadata = read_metadata(folder)
+        planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.read_data(plan, planner).wait()
 
-    _, failure = attempt(load)
-    if failure:
-        raise CheckpointError(f"loading {folder} failed: {failure}")
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+    agree(channel, f"loading {folder}", load)

@@ -6,8 +6,6 @@ only orphaned workers of the first are left.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import socket
 import time
@@ -17,12 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from titanlite.config.problems import InputError, Problem
+from titanlite.files import try_lock
 
 LAUNCHER_LOCK = "launcher.lock"
 WORKER_LOCK = "worker.lock"
 
 _POLL_SECONDS = 0.1
-_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class FolderLock:
@@ -32,10 +30,6 @@ class FolderLock:
         self.path = path
         self._file = file
         _held.add(self)
-
-    @property
-    def held(self) -> bool:
-        return not self._file.closed
 
     def release(self) -> None:
         """Give the lock up. The file stays: to delete it would let two holders lock two files of one name."""
@@ -69,7 +63,7 @@ def lock_folder(run_folder: str | Path, name: str, wait_seconds: float = 0.0) ->
             )
         ) from error
     deadline = time.monotonic() + wait_seconds
-    while not _try_lock(file, path):
+    while not try_lock(file, path):
         if time.monotonic() >= deadline:
             holder = file.read(500).strip() or "pid unknown"
             file.close()
@@ -97,22 +91,6 @@ def probe_folder(run_folder: str | Path, name: str) -> None:
     """Raise the InputError of `lock_folder` if somebody holds the lock now; takes nothing, makes no folder."""
     if (Path(run_folder) / name).exists():
         lock_folder(run_folder, name).release()
-
-
-def _try_lock(file: IO[str], path: Path) -> bool:
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
-            raise
-        warnings.warn(
-            f"{path}: this filesystem has no file locks ({error.strerror}); a second job in one run folder "
-            "would not be noticed",
-            stacklevel=3,
-        )
-    return True
 
 
 # A forked child shares its parent's open files, and so would keep a dead parent's lock alive (a loader process

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -53,8 +55,8 @@ class Saved:
 class CheckpointManager:
     """Saves to and resumes from `folder` (the run folder's `checkpoints`). All methods but `poll` are collective.
 
-    ranks:  the world. A gloo group of its own is taken from it, so that a save in the background never meets the
-            collectives of training.
+    ranks:  the world. An object channel is taken from it, so that a save in the background never meets the collectives
+            of training.
     report: called on the main rank with one line when a save is committed or has failed, from the training thread.
     """
 
@@ -69,7 +71,7 @@ class CheckpointManager:
         self.config = config
         self.folder = Path(folder)
         self._ranks = ranks
-        self._objects = dcp.Objects(ranks.gloo_group() if ranks.world_size > 1 else None)
+        self._channel = ranks.object_channel()
         self._report = report if ranks.is_main else (lambda message: None)
         self._plan: dcp.Plan | None = None
         self._snapshot = dcp.Snapshot()
@@ -77,6 +79,25 @@ class CheckpointManager:
         self._pending: Future[Saved] | None = None
         self._said = False
         self._step_on_disk: int | None = None
+        self._failed = False  # the last save
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Raises CheckpointError, on all ranks, if they do not all see and write the same folder: better at the start
+        than at the first save."""
+
+        def make() -> str:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            token = self.folder / f".shared-{uuid.uuid4().hex}"
+            token.touch()
+            return token.name
+
+        token = self.folder / self._on_main(make)
+        try:
+            dcp.agree(self._channel, "looking at the checkpoint folder", lambda: storage.check_shared(token))
+        finally:
+            if self._ranks.is_main:
+                token.unlink(missing_ok=True)
 
     # ---- saving
 
@@ -88,23 +109,46 @@ class CheckpointManager:
         manifest: "train_state", "layout", "config", all JSON; "versions" is filled in. With async_mode "async" and
         not `wait` this returns once the tensors are copied, and the commit follows in the background. An earlier save
         still in flight is waited for first. A step that is on disk already is not written again.
-        Raises CheckpointError, on all ranks alike, if this save or the one in flight failed.
+        One failed save is reported and survived, since the next may go well. Raises CheckpointError, on all ranks
+        alike, when two in a row have failed, or when this one fails and is waited for.
         """
-        self.finish()
+        with self._surviving_one():
+            self.finish()
         if step == self._step_on_disk:
             return
+        with nullcontext() if wait else self._surviving_one():
+            try:
+                self._start(step, tensors, manifest)
+            except CheckpointError as error:
+                self._failed = True
+                self._report(f"CHECKPOINT NOT SAVED: {error}")
+                raise
+            if wait or self.config.async_mode != "async":
+                self.finish()
+
+    @contextmanager
+    def _surviving_one(self) -> Iterator[None]:
+        failed_before = self._failed
+        try:
+            yield
+        except CheckpointError:
+            if failed_before:
+                raise
+
+    def _start(self, step: int, tensors: Mapping[str, torch.Tensor], manifest: Mapping[str, Any]) -> None:
+        """Everything up to the point where the tensors may change again; the rest is in self._pending."""
         started = time.perf_counter()
-        parts = self._objects.agree(f"preparing the checkpoint of step {step}", lambda: self._prepare(step, manifest))
-        self._plan = dcp.plan_save(tensors, self._objects, self._plan)
+        parts = dcp.agree(
+            self._channel, f"preparing the checkpoint of step {step}", lambda: self._prepare(step, manifest)
+        )
+        self._plan = dcp.plan_save(tensors, self._channel, self._plan)
         self._said = False
         plan = self._plan
         if self.config.async_mode == "async":
-            self._objects.agree("copying the checkpoint to CPU memory", lambda: self._snapshot.take(plan, tensors))
+            dcp.agree(self._channel, "copying the checkpoint to CPU memory", lambda: self._snapshot.take(plan, tensors))
             self._pending = self._thread.submit(self._write, step, plan, {}, self._snapshot, parts, started)
         else:
             self._pending = _done(lambda: self._write(step, plan, tensors, None, parts, started))
-        if wait or self.config.async_mode != "async":
-            self.finish()
 
     def poll(self) -> None:
         """Report a save in the background that has ended since. Costs nothing; not collective; never raises."""
@@ -127,6 +171,10 @@ class CheckpointManager:
         pending = self._pending
         try:
             self._step_on_disk = pending.result().step
+            self._failed = False
+        except CheckpointError:
+            self._failed = True
+            raise
         finally:
             self.poll()
             self._pending = None
@@ -156,9 +204,9 @@ class CheckpointManager:
         doing = f"saving the checkpoint of step {step}"
         notes: list[str] = []
         try:
-            written = self._objects.agree(doing, lambda: dcp.write_tensors(folder, plan, tensors, snapshot))
-            everyone = self._objects.gather(written)
-            size = self._objects.agree(doing, lambda: self._commit(step, folder, plan, everyone, parts))
+            written = dcp.agree(self._channel, doing, lambda: dcp.write_tensors(folder, plan, tensors, snapshot))
+            everyone = self._channel.gather(written)
+            size = dcp.agree(self._channel, doing, lambda: self._commit(step, folder, plan, everyone, parts))
         except CheckpointError:
             # Uncommitted; what was written would only fill the disk.
             if self._ranks.is_main:
@@ -168,6 +216,8 @@ class CheckpointManager:
             _, failure = dcp.attempt(lambda: storage.retain(self.folder, step, self.config.keep_latest_k, notes.append))
             if failure:
                 notes.append(f"old checkpoints could not be removed: {failure}")
+        # The others wait here, in a patient channel, and not in training's next collective.
+        self._channel.gather(None)
         return Saved(step, folder, size, time.perf_counter() - started, tuple(notes))
 
     def _commit(
@@ -184,18 +234,33 @@ class CheckpointManager:
     # ---- which one
 
     def latest(self) -> Path | None:
-        """The newest committed checkpoint of this run folder, the same on all ranks."""
-        return self._on_main(lambda: self._newest(self.folder))
+        """The newest committed checkpoint of this run folder; None if there is none. Raises InputError."""
+        return self._on_main(self._latest)
+
+    def _latest(self) -> Path | None:
+        bad: list[str] = []
+        steps = storage.committed_steps(self.folder, bad.append)
+        for message in bad:
+            self._report(message)
+        if bad and not steps:
+            fix = "repair or move these folders away, or start another run folder with --run.name NAME"
+            allowed = "a usable checkpoint, or none: starting anew would throw this run's progress away"
+            raise InputError(Problem("", str(self.folder), "only checkpoints that cannot be used", allowed, fix))
+        return storage.step_folder(self.folder, steps[-1]) if steps else None
 
     def find_resume(self) -> Path | None:
-        """The checkpoint to start from as `checkpoint.resume` says; None: start fresh. Raises InputError."""
+        """The checkpoint to start from as `checkpoint.resume` says; None: start fresh. Raises InputError.
+
+        A path must be that of a step folder itself, under whatever name.
+        """
         return self._on_main(self._find_resume)
 
     def _find_resume(self) -> Path | None:
         resume = self.config.resume
         if resume not in ("auto", "never"):
-            return self._given(Path(resume))
-        newest = self._newest(self.folder) if self.config.enable else None
+            storage.read_manifest(Path(resume))
+            return Path(resume).resolve()
+        newest = self._latest()
         if resume == "never" and newest is not None:
             raise InputError(
                 Problem(
@@ -207,30 +272,6 @@ class CheckpointManager:
                 )
             )
         return newest
-
-    def _given(self, path: Path) -> Path:
-        """The step folder that a path names: itself, or the newest of a checkpoints or run folder."""
-        if not path.is_dir():
-            raise self._no_checkpoint(path, "no such folder")
-        if storage.step_of(path) is not None or (path / storage.MANIFEST).exists():
-            storage.read_manifest(path)
-            return path.resolve()
-        for folder in (path, path / "checkpoints"):
-            newest = self._newest(folder)
-            if newest is not None:
-                return newest.resolve()
-        raise self._no_checkpoint(path, "a folder without a committed checkpoint")
-
-    def _no_checkpoint(self, path: Path, got: str) -> InputError:
-        there = [storage.step_folder(self.folder, step) for step in storage.committed_steps(self.folder, self._report)]
-        fix = f"this run has {', '.join(map(str, there[-3:]))}" if there else "this run has no checkpoints yet"
-        return InputError(
-            Problem("", "checkpoint.resume", f"{path}: {got}", '"auto", "never", or the path of a step folder', fix)
-        )
-
-    def _newest(self, folder: Path) -> Path | None:
-        steps = storage.committed_steps(folder, self._report)
-        return storage.step_folder(folder, steps[-1]) if steps else None
 
     # ---- loading
 
@@ -247,7 +288,7 @@ class CheckpointManager:
         self.finish()
         path = Path(path)
         mine = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-        wanted = self._objects.gather(mine)
+        wanted = self._channel.gather(mine)
 
         def check() -> dict[str, Any]:
             manifest = storage.read_manifest(path)
@@ -259,7 +300,7 @@ class CheckpointManager:
             return manifest
 
         manifest = self._on_main(check)
-        dcp.read_tensors(path, tensors, self._objects)
+        dcp.read_tensors(path, tensors, self._channel)
         if path.resolve().parent == self.folder.resolve():
             self._step_on_disk = manifest["step"]
         return manifest
@@ -285,6 +326,7 @@ class CheckpointManager:
 
 
 def _done(work: Callable[[], T]) -> Future[T]:
+    """Does the work now, in this thread: copies of live CUDA tensors need its current device."""
     future: Future[T] = Future()
     try:
         future.set_result(work())
@@ -314,5 +356,5 @@ def _differences(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]
     return problems
 
 
-def _show(tensor: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "not a tensor" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"
+def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{tensor[1]} of shape {list(tensor[0])}"

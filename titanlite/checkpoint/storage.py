@@ -7,8 +7,6 @@ uncommitted and is never read. Only names that this module writes are ever remov
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -19,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.problems import InputError, Problem
+from titanlite.files import fsync_folder, write_atomically
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-_OUR_FILES = re.compile(r"manifest\.json(\.tmp)?|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+_OUR_FILES = re.compile(r"manifest\.json(\.[0-9a-f]{32}\.tmp)?|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 _KEYS: dict[str, type] = {
     "format": int,
     "step": int,
@@ -143,6 +142,21 @@ def prepare_folder(checkpoints: Path, step: int) -> str:
     return said
 
 
+def check_shared(token: Path) -> None:
+    """Raises CheckpointError unless this process sees a file that another has just made, and can write beside it."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not token.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{token.parent.absolute()} is not the same folder on every node: run.output_dir must be on a disk "
+                "that all nodes share"
+            )
+        time.sleep(0.2)
+        os.listdir(token.parent)
+    if not os.access(token.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{token.parent.absolute()} cannot be written by every rank")
+
+
 def wait_for_files(folder: Path, files: Mapping[str, int]) -> None:
     """Raises CheckpointError if this process does not see the files that all ranks say they wrote."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
@@ -158,39 +172,8 @@ def wait_for_files(folder: Path, files: Mapping[str, int]) -> None:
 
 def commit(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Make the checkpoint count: the manifest goes to the disk, then to its name. All other files are there already."""
-    temporary = folder / f"{MANIFEST}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        fsync_file(file.fileno())
-    fsync_folder(folder)
-    os.replace(temporary, folder / MANIFEST)
-    fsync_folder(folder)
-
-
-def fsync_file(descriptor: int) -> None:
-    """fsync; on macOS the stronger form, without which the data may stay in the drive's cache."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is not None:
-        try:
-            fcntl.fcntl(descriptor, full)
-            return
-        except OSError:  # not on this filesystem
-            pass
-    os.fsync(descriptor)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # filesystems that cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
+    fsync_folder(folder)  # their names, before the one that counts
+    write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode())
 
 
 # ---- which there are, and which stay

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from titanlite.command_line import Parser, say
 from titanlite.config import check
-from titanlite.config.docs import describe_keys
 from titanlite.config.layout import fixed_world_size, plan_batch, resolve_layout
 from titanlite.config.load import Loaded, available_configs, display, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_WRONG_INPUT, InputError, Problem
@@ -21,20 +18,11 @@ from titanlite.config.validate import COMMAND_LINE
 USAGE = "titanlite config NAME [--section.key VALUE ...] [--check [--world-size N]] [--json] | --list"
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(Problem(COMMAND_LINE, "argument", message, USAGE))
-
-    def format_help(self) -> str:
-        return super().format_help() + "\nkeys:\n" + keys_help() + "\n"
-
-
 def make_parser() -> Parser:
     parser = Parser(
         prog="titanlite config",
         usage=USAGE,
         description="Prints the run that NAME and the overrides declare, with every key, as TOML that loads again.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--check", action="store_true", help="say what is wrong with it instead, or ok; exit code 2 or 0"
@@ -43,17 +31,6 @@ def make_parser() -> Parser:
     parser.add_argument("--list", action="store_true", help="list the runs in train_configs/")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def keys_help() -> str:
-    """Every key of the config as an option: what it accepts, its default, its meaning."""
-    lines: list[str] = []
-    for name, words, default, description in describe_keys():
-        item = "[]" in name
-        default = default if default == "required" else f"default: {default}"
-        lines.append(f"  {'in each table: ' + name if item else '--' + name}  {words}; {default}")
-        lines.append(textwrap.fill(description, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         return print_check(name, overrides, read_world_size(options.world_size), options.json)
     if options.world_size is not None:
-        raise InputError(Problem(COMMAND_LINE, "--world-size", options.world_size, "only with --check"))
+        raise InputError(Problem(COMMAND_LINE, "--world-size", options.world_size, "only with --check", "add --check"))
     loaded = load(name, overrides)
     if options.json:
         print_json(
@@ -84,7 +61,7 @@ def read_world_size(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
-        raise InputError(Problem(COMMAND_LINE, "--world-size", f'"{text}"', "an integer > 0"))
+        raise InputError(Problem(COMMAND_LINE, "--world-size", f'"{text}"', "an integer > 0", "as in --world-size 64"))
     return int(text)
 
 
@@ -98,7 +75,7 @@ def print_check(name: str, overrides: Sequence[str], world_size: int | None, as_
     plan: dict[str, Any] = {}
     try:
         loaded = load(name, overrides)
-        found = check.static_problems(loaded, world_size)
+        found = check.static_problems(loaded, world_size) + check.file_problems(loaded)
         warnings = check.warnings(loaded, world_size)
         if found:
             raise InputError(found)
@@ -111,7 +88,7 @@ def print_check(name: str, overrides: Sequence[str], world_size: int | None, as_
         print_json({"ok": not problems, "problems": [asdict(p) for p in problems], "warnings": warnings, **plan})
     else:
         for warning in warnings:
-            print(f"titanlite: warning: {warning}", file=sys.stderr)
+            say(f"warning: {warning}")
         print(plan_text(plan))
     return EXIT_WRONG_INPUT if problems else EXIT_DONE
 

@@ -19,11 +19,9 @@ from titanlite.config.keys import KEYS, nearest, shown
 from titanlite.config.layout import Layout, fixed_world_size, plan_batch, resolve_layout
 from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.validate import COMMAND_LINE, DEFAULT
+from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
+from titanlite.config.validate import COMMAND_LINE
 
-EMBEDDED = "embedded"
-EMBEDDED_VOCAB_SIZE = 4096
-BLOCK = 1024  # samples in which the sources' shares are kept: data/order.py
 NOT_AVAILABLE = ("tp", "pp", "cp", "ep")  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
@@ -131,8 +129,8 @@ def _sources(loaded: Loaded) -> list[Problem]:
         return [*problems, _problem(loaded, "data.sources", "weights with a finite sum", fix, "weights too large")]
     weights = [Fraction(source.weight) for source in sources]  # exact
     for i, weight in enumerate(weights):
-        if weight * BLOCK < sum(weights):
-            least = float(sum(weights) - weight) / (BLOCK - 1)
+        if weight * BLOCK < sum(weights):  # block_quotas relies on it
+            least = float(sum(weights) - weight) / (BLOCK - 1) * 1.00001  # so that what is shown is not rounded down
             allowed = f"at least 1/{BLOCK} of the sum of all weights, one sample in a block of {BLOCK}"
             fix = f"raise it to {least:.6g} or more, or remove the source"
             problems.append(_problem(loaded, f"data.sources.{i}.weight", allowed, fix, shown(sources[i].weight)))
@@ -177,8 +175,13 @@ def run_folder(loaded: Loaded) -> Path:
 
 def machine_problems(loaded: Loaded, gpus: int, nproc: int | None = None) -> list[Problem]:
     """What this machine lacks. gpus: CUDA devices it has; nproc: processes to start on it, when known."""
+    return device_problems(loaded, gpus, nproc) + file_problems(loaded)
+
+
+def file_problems(loaded: Loaded) -> list[Problem]:
+    """Files and folders that are not there, or cannot be read or made."""
     config = loaded.config
-    problems = _device(loaded, gpus, nproc)
+    problems = []
     for i, source in enumerate(config.data.sources):
         if source.path and source.path != EMBEDDED:
             problems += _source_files(loaded, f"data.sources.{i}.path", source.path)
@@ -193,7 +196,7 @@ def machine_problems(loaded: Loaded, gpus: int, nproc: int | None = None) -> lis
     return problems
 
 
-def _device(loaded: Loaded, gpus: int, nproc: int | None) -> list[Problem]:
+def device_problems(loaded: Loaded, gpus: int, nproc: int | None) -> list[Problem]:
     device = loaded.config.run.device
     if device == "cuda" and gpus == 0:
         fix = "set run.device to auto or cpu, or check the GPU driver and CUDA_VISIBLE_DEVICES"
@@ -209,9 +212,9 @@ def _source_files(loaded: Loaded, key: str, path: str) -> list[Problem]:
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):
             return [_problem(loaded, key, "a folder that can be read", "change its permissions", shown(path))]
-        if os.path.isfile(os.path.join(path, "meta.json")) or any(
-            p.suffix.lower() == ".txt" for p in Path(path).rglob("*")
-        ):
+        if any(os.path.isfile(os.path.join(path, part, "meta.json")) for part in ("", "train")):
+            return []
+        if any(p.suffix.lower() == ".txt" for p in Path(path).rglob("*")):
             return []
         allowed = "a folder of .txt files, or of token shards with their meta.json"
         return [_problem(loaded, key, allowed, "this folder has neither", shown(path))]
@@ -330,19 +333,19 @@ def _schedule_warnings(loaded: Loaded) -> list[str]:
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
     found = []
     left = schedule.total_steps - schedule.warmup_steps
-    decay = round(schedule.decay_ratio * schedule.total_steps)
-    if schedule.decay_ratio < 1 and decay > left >= 0:
+    if schedule.decay_ratio < 1 and schedule.decay_steps > left >= 0:
         found.append(
-            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} asks for {decay} steps of decay, but warmup leaves "
-            f"{left}: the decay takes these {left}."
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} asks for {schedule.decay_steps} steps of decay, but "
+            f"warmup leaves {left}: the decay takes these {left}."
         )
-    if steps > schedule.total_steps:
+    if schedule.decay_ratio > 0 and steps > schedule.total_steps:
         found.append(
             f"training.steps = {steps} goes past lr_scheduler.total_steps = {schedule.total_steps}: from there the "
             f"learning rate is {schedule.min_lr_factor} of the peak."
         )
-    if schedule.decay_ratio == 0 and loaded.origin("lr_scheduler.decay_type") != DEFAULT:
-        found.append("lr_scheduler.decay_type: ignored while lr_scheduler.decay_ratio is 0.")
+    idle = [key for key in _chosen(loaded, "lr_scheduler") if key.endswith((".decay_type", ".min_lr_factor"))]
+    if schedule.decay_ratio == 0 and idle:
+        found.append(f"{', '.join(idle)}: ignored while lr_scheduler.decay_ratio is 0.")
     return found
 
 

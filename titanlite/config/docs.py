@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from titanlite.config.keys import KEYS, Key, shown
@@ -49,6 +50,17 @@ def _default(key: Key) -> str:
         pairs = [", ".join(f"{name} = {shown(value)}" for name, value in table.items()) for table in tables]
         return "[" + ", ".join(f"{{ {text} }}" for text in pairs) + "]"
     return shown(key.field.default)
+
+
+def keys_help() -> str:
+    """Every key of the config as an option: what it accepts, its default, its meaning."""
+    lines: list[str] = []
+    for name, words, default, description in describe_keys():
+        item = "[]" in name
+        default = default if default == "required" else f"default: {default}"
+        lines.append(f"  {'in each table: ' + name if item else '--' + name}  {words}; {default}")
+        lines.append(textwrap.fill(description, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines)
 
 
 def render() -> str:

@@ -134,7 +134,7 @@ def type_words(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def got(value: object) -> str:
+def with_type(value: object) -> str:
     return f"{shown(value)} ({type_words(value)})"
 
 

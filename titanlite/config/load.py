@@ -16,7 +16,7 @@ from typing import Any
 import tomli
 import tomli_w
 
-from titanlite.config.keys import KEYS, Key, dotted, got, nearest, nearest_key, shown
+from titanlite.config.keys import KEYS, Key, dotted, nearest, nearest_key, shown, with_type
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
 from titanlite.config.validate import COMMAND_LINE, origin_of, unknown_key, validate, wrong_name
@@ -119,7 +119,7 @@ def _read_chain(path: Path, problems: list[Problem]) -> list[tuple[str, Table]]:
         base = table.pop("extends")
         allowed = "the path of another TOML file, relative to this one"
         if not isinstance(base, str) or not base:
-            problems.append(Problem(where, "extends", got(base), allowed, 'write extends = "base.toml"'))
+            problems.append(Problem(where, "extends", with_type(base), allowed, 'write extends = "base.toml"'))
             break
         path = path.parent / base
         if os.path.realpath(path) in seen:
@@ -139,7 +139,8 @@ def _read(path: Path, where: str, problems: list[Problem]) -> Table | None:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        problems.append(Problem(where, "file", error.strerror or str(error), "a TOML file that can be read"))
+        fix = "give the path of a file, and see that you may read it"
+        problems.append(Problem(where, "file", error.strerror or str(error), "a TOML file that can be read", fix))
         return None
     try:
         text = raw.decode("utf-8-sig")  # a byte order mark is no part of the text
@@ -151,7 +152,8 @@ def _read(path: Path, where: str, problems: list[Problem]) -> Table | None:
     try:
         return tomli.loads(text)
     except RecursionError:
-        problems.append(Problem(where, "syntax", "tables or lists nested too deeply", "TOML"))
+        fix = "no key of a run is more than three deep"
+        problems.append(Problem(where, "syntax", "tables or lists nested too deeply", "TOML", fix))
     except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
         message = str(error)
         at = re.search(r"at line (\d+)", message)
@@ -175,7 +177,7 @@ def _without_scalar_sections(table: Table, where: str, problems: list[Problem], 
                 value = _without_scalar_sections(value, where, problems, f"{prefix}{name}.")
             else:
                 fix = f"write [{key.dotted}] and its keys below"
-                problems.append(Problem(where, key.dotted, got(value), key.words, fix))
+                problems.append(Problem(where, key.dotted, with_type(value), key.words, fix))
                 value = {}
         kept[name] = value
     return kept
@@ -221,7 +223,7 @@ def _parse_overrides(tokens: Sequence[str], problems: list[Problem]) -> list[Tab
         if value is None and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         if value is not None and not value.isascii() and re.search(r"[\ud800-\udfff]", value):
-            problems.append(Problem(COMMAND_LINE, name, got(value), "UTF-8 text", "TOML holds no other bytes"))
+            problems.append(Problem(COMMAND_LINE, name, with_type(value), "UTF-8 text", "TOML holds no other bytes"))
         elif key is None or key.in_list:
             problems.append(unknown_key(COMMAND_LINE, name.split("."), value))
         elif value is None and key.kind != "boolean":
@@ -232,7 +234,7 @@ def _parse_overrides(tokens: Sequence[str], problems: list[Problem]) -> list[Tab
             if key.kind == "section" and not isinstance(content, dict):
                 first = next(iter(key.model.model_fields)) if key.model else ""
                 fix = f"give one of its keys, as in --{name}.{first} VALUE"
-                problems.append(Problem(COMMAND_LINE, name, got(content), key.words, fix))
+                problems.append(Problem(COMMAND_LINE, name, with_type(content), key.words, fix))
                 continue
             for part in reversed(name.split(".")):
                 content = {part: content}

@@ -12,6 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+EMBEDDED = "embedded"  # the path that means the text, or the tokenizer, that comes with the environment
+EMBEDDED_VOCAB_SIZE = 4096
+BLOCK = 1024  # samples in which every source has its share: data/order.py. Part of what a seed means; final
+
 
 def _no_lookalike(value: object) -> object:
     """Python has `1 == True == 1.0`, so that a choice of integers would take true and 1.0 for 1."""
@@ -88,7 +92,7 @@ class ModelConfig(Section):
 
 class TokenizerConfig(Section):
     path: str = Field(
-        "embedded", description='A sentencepiece .model file. "embedded": 4096 pieces trained from the embedded text.'
+        EMBEDDED, description='A sentencepiece .model file. "embedded": 4096 pieces trained from the embedded text.'
     )
     add_bos: bool = Field(False, description="Put the tokenizer's BOS id before every document.")
     add_eos: bool = Field(True, description="Put the tokenizer's EOS id after every document.")
@@ -96,7 +100,7 @@ class TokenizerConfig(Section):
 
 class SourceConfig(Section):
     path: str = Field(
-        "embedded",
+        EMBEDDED,
         description="A folder of token shards, or a .txt file or a folder of them (one document a file). "
         '"embedded": the Python source of the installed sympy.',
     )
@@ -163,6 +167,11 @@ class LRSchedulerConfig(Section):
     )
     decay_type: Literal["linear", "cosine", "sqrt"] = Field("cosine", description="Shape of the decay.")
     min_lr_factor: Fraction = Field(0.1, description="The LR at and past the end of the decay, as a share of the peak.")
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps of decay that decay_ratio asks for: at least one unless it is 0. Warmup may leave fewer."""
+        return max(1, round(self.decay_ratio * self.total_steps)) if self.decay_ratio else 0
 
 
 class ParallelismConfig(Section):

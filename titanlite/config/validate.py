@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titanlite.config.keys import KEYS, Key, dotted, find_key, got, nearest, nearest_key, shown, siblings_words
+from titanlite.config.keys import KEYS, Key, dotted, find_key, nearest, nearest_key, shown, siblings_words, with_type
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
 
@@ -108,11 +108,11 @@ def _wrong(where: str, place: Place, value: object) -> Problem:
     key = find_key(place)
     assert key is not None
     words = f"a table with the keys {', '.join(key.fields)}" if isinstance(place[-1], int) else key.words
-    return Problem(where, dotted(place), got(value), words, _fix(key, value, where))
+    return Problem(where, dotted(place), with_type(value), words, _fix(key, value, where))
 
 
 def _fix(key: Key, value: object, where: str) -> str:
-    """How to write what was probably meant; "" when nothing better than the allowed values can be said."""
+    """How to write what was probably meant, or what kind of value to give."""
     if key.kind == "list":
         example = f"{key.fields[0]} = ..."
         if isinstance(value, dict) and where != COMMAND_LINE:
@@ -123,20 +123,21 @@ def _fix(key: Key, value: object, where: str) -> str:
         if isinstance(value, str) and OTHER_VALUES.get(value.lower()) in texts:
             return f"did you mean {shown(OTHER_VALUES[value.lower()])}?"
         close = texts.get(nearest(str(value).lower(), texts) or "") if isinstance(value, str) else None
-        return f"did you mean {shown(close)}?" if close is not None else ""
-    if key.kind == "text" and isinstance(value, (int, float)):
-        return f'write "{shown(value)}", in quotes'
+        return f"did you mean {shown(close)}?" if close is not None else "give one of these"
+    if key.kind == "text":
+        return f'write "{shown(value)}", in quotes' if isinstance(value, (int, float)) else "write text, in quotes"
     if key.kind == "boolean":
         return "write true or false" + ("" if where == COMMAND_LINE else ", without quotes")
     if isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
-    if key.kind in ("integer", "number"):
-        number = _as_number(value)
-        if key.kind == "integer" and isinstance(number, float) and number.is_integer():
-            number = int(number)
-        if number is not None and (key.kind == "number" or isinstance(number, int)) and type(number) is not type(value):
-            return f"write {number}"
-    return ""
+    number = _as_number(value)
+    if key.kind == "integer" and isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if number is not None and (key.kind == "number" or isinstance(number, int)) and type(number) is not type(value):
+        return f"write {number}"
+    if type(value) is int or (type(value) is float and key.kind == "number"):
+        return "give one within these bounds"
+    return "give a whole number" if key.kind == "integer" else "give a number"
 
 
 def _as_number(value: object) -> int | float | None:
@@ -161,5 +162,6 @@ def _too_large(tree: Table, origins: Mapping[str, str]) -> list[Problem]:
             value = value.get(part) if isinstance(value, dict) else None
         if key.kind == "integer" and isinstance(value, int) and abs(value) >= 2**63:
             where = origins.get(key.dotted, DEFAULT)
-            problems.append(Problem(where, key.dotted, got(value), f"{key.words} and below 2**63 (TOML's 64 bits)"))
+            words, fix = f"{key.words} and below 2**63", "give a smaller one: TOML has 64 bits"
+            problems.append(Problem(where, key.dotted, with_type(value), words, fix))
     return problems

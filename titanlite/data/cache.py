@@ -12,39 +12,14 @@ import json
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from titanlite.config.problems import InputError, Problem
+from titanlite.files import fsync_folder, try_lock, write_atomically
 
 Report = Callable[[str], None]
-
-
-def sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        sync(file)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def key_of(*parts: object) -> str:
@@ -56,9 +31,7 @@ def key_of(*parts: object) -> str:
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock file at path, which is never removed; on_wait is called if another process holds it."""
     with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file, path):
             on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -91,11 +64,11 @@ def get_or_build(
             try:
                 build(temporary)
                 for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
-                    sync_folder(folder)
+                    fsync_folder(folder)
                 os.rename(temporary, place)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-            sync_folder(place.parent)
+            fsync_folder(place.parent)
     except OSError as error:
         got = f"{place.parent} ({error.strerror or error})"
         raise InputError(
@@ -128,6 +101,6 @@ class Memo:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._file, value.encode())
+            write_atomically(self._file, value.encode())
         except OSError:  # a cache that cannot be written costs time only: the next start reads the files again
             return

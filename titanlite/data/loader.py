@@ -119,9 +119,9 @@ def build_train_loader(
     data_size: int,
     local_batch_size: int,
     start_sample: int,
-    pin_memory: bool | None = None,
+    pin_memory: bool,
 ) -> TrainLoader:
-    """The run's loader. pin_memory None: when there is CUDA. Raises ValueError when the batch sizes do not divide."""
+    """The run's loader. pin_memory: for copies to a GPU. Raises ValueError when the batch sizes do not divide."""
     shards = [TokenShards(source.train) for source in prepared.sources]
     windows = [one.windows(seq_len) for one in shards]
     order = SampleOrder(windows, [source.weight for source in prepared.sources], seed, data.epochs)
@@ -135,7 +135,7 @@ def build_train_loader(
         local_batch_size=local_batch_size,
         start_sample=start_sample,
         num_workers=data.num_workers,
-        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        pin_memory=pin_memory,
     )
 
 
@@ -205,9 +205,6 @@ class _Samples(Dataset[Batch]):
     def __init__(self, shards: Sequence[TokenShards], order: SampleOrder, seq_len: int) -> None:
         self._shards, self._order, self._seq_len = shards, order, seq_len
 
-    def __getitem__(self, number: int) -> Batch:
-        return self.__getitems__([number])
-
     def __getitems__(self, numbers: list[int]) -> Batch:
         sample_ids = np.array(numbers, dtype=np.int64)
         sources, _, windows = self._order.locate_many(sample_ids)
@@ -229,6 +226,7 @@ class _Microbatches:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and USR1 are for the trainer, which ends its readers itself; handlers it had before the fork go."""
+    """A terminal's Ctrl-C and a scheduler's USR1 reach every process. The launcher acts on them, and a reader ends with
+    its trainer; handlers of the two that were set before the fork go."""
     for name in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)

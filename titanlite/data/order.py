@@ -22,7 +22,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 1024
+from titanlite.config.schema import BLOCK
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,19 +38,15 @@ I64 = NDArray[np.int64]
 def block_quotas(weights: Sequence[float]) -> tuple[int, ...]:
     """Places of each source in every block: largest-remainder rounding, exact for any floats. Their sum is BLOCK.
 
-    Raises ValueError when a weight is not above 0 or so small beside the others that its source would never be read.
+    Every source has one or more, since config/check.py refuses weights under 1/BLOCK of their sum.
     """
     shares = [Fraction(weight) for weight in weights]
-    if not shares or min(shares) <= 0:
-        raise ValueError(f"weights must be positive, got {list(weights)}")
+    assert shares and min(shares) > 0 and min(shares) * BLOCK >= sum(shares), f"not checked: weights {list(weights)}"
     exact = [BLOCK * share / sum(shares) for share in shares]
     quotas = [int(places) for places in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (quotas[i] - exact[i], i))
     for i in by_remainder[: BLOCK - sum(quotas)]:
         quotas[i] += 1
-    if 0 in quotas:
-        i = quotas.index(0)
-        raise ValueError(f"weight {weights[i]} of source {i} is under half a sample in {BLOCK} and would never be read")
     return tuple(quotas)
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import DataConfig, TokenizerConfig
+from titanlite.config.schema import EMBEDDED, DataConfig, TokenizerConfig
 from titanlite.data.cache import Memo, Report, get_or_build, key_of
-from titanlite.data.order import block_quotas
 from titanlite.data.shards import FORMAT, META, ShardWriter, TokenShards, token_dtype
-from titanlite.data.text import EMBEDDED, FingerprintOfText, Text, check_embedded, decode, embedded_text, text_at
+from titanlite.data.text import FingerprintOfText, Text, check_embedded, decode, embedded_text, text_at
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, train_embedded_tokenizer
 
 _VERSION = 1  # raise it when the same text would become other shards: it is in the cache's keys
@@ -75,10 +74,13 @@ def prepare(
     for i, source in enumerate(data.sources):
         with faults.collected():
             inputs.append(_open_source(source.path, f"data.sources.{i}.path", loaded, cache_dir))
-    with faults.collected():
-        _check_weights([source.weight for source in data.sources])
     faults.raise_any()
     assert loaded is not None
+    if validation and not loaded.exact:
+        report(
+            f"warning: the tokenizer {tokenizer.path!r} loses spaces or characters of the text, so that bits per byte "
+            "cannot be compared with other tokenizers'"
+        )
 
     sources = []
     for i, (source, opened) in enumerate(zip(data.sources, inputs, strict=True)):
@@ -160,16 +162,6 @@ def _open_source(path: str, key: str, tokenizer: Tokenizer | None, cache_dir: Pa
             raise InputError(Problem("", key, got, allowed, "name their tokenizer, or prepare the text again"))
         _verify(opened, cache_dir)
     return shards
-
-
-def _check_weights(weights: Sequence[float]) -> None:
-    try:
-        block_quotas(weights)
-    except ValueError as error:
-        fix = "leave the source out, or raise its weight"
-        raise InputError(
-            Problem("", "data.sources", str(error), "weights of at least 1/1024 of their sum", fix)
-        ) from None
 
 
 def _verify(shards: TokenShards, cache_dir: Path, *, just_written: bool = False) -> None:

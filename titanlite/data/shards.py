@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.data.cache import sync, write_file
+from titanlite.files import fsync_file, write_atomically
 
 FORMAT = "titanlite-tokens-1"
 META = "meta.json"
@@ -77,12 +77,12 @@ class ShardWriter:
             "tokenizer": self._tokenizer,
             "shards": self._shards,
         }
-        write_file(self._folder / META, json.dumps(meta, indent=1).encode())
+        write_atomically(self._folder / META, json.dumps(meta, indent=1).encode())
 
     def _finish_file(self) -> None:
         if self._file is None:
             return
-        sync(self._file)
+        fsync_file(self._file)
         self._file.close()
         name = Path(self._file.name).name
         self._shards.append({"file": name, "tokens": self._file_tokens, "sha256": self._hash.hexdigest()})

@@ -18,7 +18,6 @@ from pathlib import Path
 from titanlite.config.problems import InputError, Problem
 from titanlite.data.cache import Memo
 
-EMBEDDED = "embedded"
 EMBEDDED_VERSION = "1.14.0"
 EMBEDDED_FINGERPRINT = (
     "885a79d51d128ea0ee2667114f93cd2fcc688aa3f10af0bfdde593a7afa2a408"  # of that version: 854 files, 16 612 271 bytes
@@ -88,17 +87,17 @@ def embedded_text() -> tuple[Text, str]:
 
 
 def check_embedded(version: str, fingerprint: str, report: Callable[[str], None]) -> None:
-    """Say which text this is, and warn when it is not the one whose curves are published."""
+    """Say which text this is, and warn when it is not the one that this version was tried with."""
     report(f"embedded text: Python source of sympy {version}, sha256 {fingerprint}")
     if version != EMBEDDED_VERSION:
         report(
-            f"warning: published curves are of sympy {EMBEDDED_VERSION}; with {version} training works the same, "
-            "but the text, the tokenizer and every loss are others"
+            f"warning: the embedded text is meant to be sympy {EMBEDDED_VERSION}'s; with {version} training works the "
+            "same, but the text, the tokenizer and every loss are others"
         )
     elif fingerprint != EMBEDDED_FINGERPRINT:
         report(
-            f"warning: this sympy {version} differs from the released one (sha256 {EMBEDDED_FINGERPRINT}), and losses "
-            "will differ from published ones; pip install --force-reinstall brings the released one back"
+            f"warning: this sympy {version} differs from the released one (sha256 {EMBEDDED_FINGERPRINT}), so the "
+            "tokenizer and every loss are others; pip install --force-reinstall brings the released one back"
         )
 
 
@@ -113,7 +112,7 @@ def text_at(path: Path, key: str) -> Text:
         if not files:
             others = sorted({p.suffix for p in path.iterdir() if p.is_file()})[:5]
             got = f"{str(path)!r}, a folder without .txt files" + (f" (it has {', '.join(others)})" if others else "")
-            raise InputError(Problem("", key, got, allowed))
+            raise InputError(Problem("", key, got, allowed, "name the folder that has them, or convert to .txt"))
         return Text(str(path), path, files)
     if not path.exists():
         raise InputError(Problem("", key, f"{str(path)!r}, which does not exist", allowed, "correct the path"))
@@ -139,7 +138,8 @@ def _reading() -> Iterator[None]:
         yield
     except OSError as error:
         got = f"a file that cannot be read ({error.strerror})"
-        raise InputError(Problem("", str(error.filename), got, "readable files")) from error
+        fix = "restore it or change its permissions, or move it out"
+        raise InputError(Problem("", str(error.filename), got, "readable files", fix)) from error
 
 
 def _find(root: Path, suffix: str, skip_folder: str | None = None) -> tuple[str, ...]:

@@ -20,10 +20,11 @@ import numpy as np
 import sentencepiece
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.data.cache import Report, get_or_build, key_of, write_file
+from titanlite.config.schema import EMBEDDED_VOCAB_SIZE
+from titanlite.data.cache import Report, get_or_build, key_of
 from titanlite.data.text import decode, embedded_text
+from titanlite.files import write_atomically
 
-EMBEDDED_VOCAB_SIZE = 4096
 _SPACE_MARK = "\u2581"
 _PART_CHARS = 1 << 16
 _GROUP = 64  # parts
@@ -188,8 +189,8 @@ def train_embedded_tokenizer(cache_dir: Path, report: Report) -> Path:
         lines = (line for file, data in text.documents() for line in decode(text, file, data).split("\n") if line)
         model = train_tokenizer(lines, EMBEDDED_VOCAB_SIZE)
         sha256 = hashlib.sha256(model).hexdigest()
-        write_file(folder / "tokenizer.model", model)
-        write_file(folder / "sha256", sha256.encode())
+        write_atomically(folder / "tokenizer.model", model)
+        write_atomically(folder / "sha256", sha256.encode())
         report(f"trained the embedded tokenizer in {time.monotonic() - started:.1f} s, sha256 {sha256}")
 
     def is_whole(folder: Path) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titanlite.config.schema import MetricsConfig
+from titanlite.files import write_atomically
 
 JSONL = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -103,11 +103,6 @@ class MetricsLogger:
             self._writer.flush()  # a killed run keeps the events of the steps it has a checkpoint of
         self._console.print(self._line(row))
 
-    def validation(self, row: Row) -> None:
-        """A row with validation's figures only, for a step that has no training row."""
-        assert "loss" not in row, "a training row goes to log(), with validation's figures in it"
-        self.log(row)
-
     def message(self, text: str) -> None:
         """A line for people, on the main rank's console only."""
         if self._main:
@@ -154,28 +149,32 @@ _COLUMNS: tuple[tuple[str, str, Any], ...] = (
 
 
 def keep_rows(path: Path, resumed_step: int) -> None:
-    """Drop the rows of metrics.jsonl that the resumed run will write again: those after `resumed_step`, or all if it
-    is 0. What is no row is dropped too (the half-written last line of a killed run). Atomic; no change, no write.
+    """Drop the rows of metrics.jsonl that the resumed run will write again: those after `resumed_step`.
+
+    What is no row is dropped too (the half-written last line of a killed run). Atomic; no change, no write. A run that
+    starts anew (0) sets an earlier one's file aside, as metrics.superseded-k.jsonl.
     """
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return
+    if resumed_step == 0:
+        if text:
+            k = 1
+            while (aside := path.with_name(f"{path.stem}.superseded-{k}{path.suffix}")).exists():
+                k += 1
+            path.rename(aside)
+        return
     kept: list[str] = []
     last = -1
     for line in text.split("\n"):
         step = _step_of(line)
-        if step is not None and last < step <= resumed_step and resumed_step > 0:
+        if step is not None and last < step <= resumed_step:
             kept.append(line + "\n")
             last = step
     if "".join(kept) == text:
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomically(path, "".join(kept).encode())
 
 
 def _step_of(line: str) -> int | None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.config.schema import ModelConfig
 
@@ -88,12 +88,6 @@ def init_(
         _fill_normal(local, _key(seed, fqn), std, global_shape, offsets)
         if fqn.removesuffix(".weight") in ("embedding", "output"):
             local[max(0, config.vocab_size - offsets[0]) :] = 0.0
-
-
-def init_model_(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """init_ for every parameter of an unsharded model."""
-    for fqn, parameter in model.named_parameters():
-        init_(parameter.data, fqn, config, seed, global_shape=parameter.shape, offsets=(0,) * parameter.ndim)
 
 
 def tensors_hash(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -18,9 +18,9 @@ def lr_at(step: int, lr: float, config: LRSchedulerConfig) -> float:
     """Learning rate of the update number `step`, counted from 1; lr is the peak.
 
     Steps 1 to warmup_steps rise linearly, the last of them at the peak. The decay is the last decay_ratio of
-    total_steps, or what warmup leaves if that is less, and is at min_lr_factor * lr in step total_steps. Later steps
-    stay there; with decay_ratio 0 there is no decay, and the peak holds for ever. A function of its arguments alone,
-    finite for all of them.
+    total_steps, one step or more, or what warmup leaves if that is less, and is at min_lr_factor * lr in step
+    total_steps (after it, where warmup leaves nothing). Later steps stay there; with decay_ratio 0 there is no decay,
+    and the peak holds for ever. A function of its arguments alone, finite for all of them.
     """
     assert step >= 1, "steps count from 1"
     lowest = config.min_lr_factor
@@ -28,7 +28,7 @@ def lr_at(step: int, lr: float, config: LRSchedulerConfig) -> float:
         return lr * lowest
     if step <= config.warmup_steps:
         return lr * step / config.warmup_steps
-    decay_steps = min(round(config.decay_ratio * config.total_steps), config.total_steps - config.warmup_steps)
+    decay_steps = min(config.decay_steps, config.total_steps - config.warmup_steps)
     decayed = step - (config.total_steps - decay_steps)
     if decayed <= 0 or config.decay_ratio == 0:
         return lr

@@ -1,4 +1,4 @@
-"""Three views of one world of ranks, by the name of what is divided. The only file that knows axis names.
+"""Three views of one world of ranks, by the name of what is divided: config/layout.py's shapes as device meshes.
 
     data    (pp, batch, cp, tp)              who holds which tokens
     dense   (pp, dp_replicate, fsdp, tp)     who holds which part of a dense parameter; fsdp = dp_shard x cp
@@ -20,43 +20,37 @@ from titanlite.config.layout import Layout
 
 
 class Meshes:
-    """Named getters for every axis. Each view is made at its first use, by all ranks at once."""
+    """The meshes of this world, with a named getter for every axis.
+
+    loss: ranks that hold different tokens, batch x cp as one axis.
+    """
 
     def __init__(self, layout: Layout, device_type: str) -> None:
+        """Collective: makes the process groups of the data and dense views."""
+        assert dist.get_world_size() == layout.world_size, "the layout is resolved for this world"
         self.layout = layout
         self.device_type = device_type
-
-    @classmethod
-    def build(cls, layout: Layout, device_type: str) -> Meshes:
-        """The meshes of this world; data and dense are made at once. Collective."""
-        assert dist.get_world_size() == layout.world_size, "the layout is resolved for this world"
-        meshes = cls(layout, device_type)
-        _ = meshes.data, meshes.dense, meshes.loss
-        return meshes
+        self.data = self._init(layout.data_shape)
+        self.dense = self._init(layout.dense_shape)
+        self.loss = self._loss()
+        self._sparse: DeviceMesh | None = None
 
     def _init(self, shape: Mapping[str, int]) -> DeviceMesh:
         return init_device_mesh(self.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
-    @cached_property
-    def data(self) -> DeviceMesh:
-        return self._init(self.layout.data_shape)
-
-    @cached_property
-    def dense(self) -> DeviceMesh:
-        return self._init(self.layout.dense_shape)
-
-    @cached_property
-    def sparse(self) -> DeviceMesh:
-        return self._init(self.layout.sparse_shape)
-
-    @cached_property
-    def loss(self) -> DeviceMesh:
-        """Ranks that hold different tokens: batch x cp, one axis."""
-        if self.layout.cp == 1:
+    def _loss(self) -> DeviceMesh:
+        layout = self.layout
+        if layout.cp == 1:
             return self.batch
         # Flattening a sub-mesh is private in torch. batch and cp are neighbours, so the same ranks are an axis of:
-        shape = {"pp": self.layout.pp, "loss": self.layout.batch * self.layout.cp, "tp": self.layout.tp}
-        return self._init(shape)["loss"]
+        return self._init({"pp": layout.pp, "loss": layout.batch * layout.cp, "tp": layout.tp})["loss"]
+
+    @property
+    def sparse(self) -> DeviceMesh:
+        """Made when first asked for, by all ranks at once: only experts need its groups."""
+        if self._sparse is None:
+            self._sparse = self._init(self.layout.sparse_shape)
+        return self._sparse
 
     @property
     def pp(self) -> DeviceMesh:
@@ -99,5 +93,7 @@ class Meshes:
 
     def groups(self) -> Set[dist.ProcessGroup]:
         """Every process group of the views made so far."""
-        made = [self.__dict__[name] for name in ("data", "dense", "sparse", "loss") if name in self.__dict__]
-        return {group for mesh in made for group in mesh.get_all_groups()}
+        views = [self.data, self.dense, self.loss]
+        if self._sparse is not None:
+            views.append(self._sparse)
+        return {group for mesh in views for group in mesh.get_all_groups()}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Private in torch (seen working on 2.11 to 2.13); the public way to learn a shard's place is to shard an arange.
+# Private in torch (seen working on 2.11.0 and 2.13.0, CPU). The public way to a shard's place is to shard an arange.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.config.layout import resolve_zero_stage
@@ -34,7 +34,10 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class ParallelModel:
-    """This rank's part of the model, and the three things a trainer does with it."""
+    """This rank's part of the model, and the three things a trainer does with it.
+
+    parameters: canonical FQN, the same everywhere -> float32 parameter at rest, a DTensor when sharded, else plain.
+    """
 
     def __init__(
         self,
@@ -45,15 +48,11 @@ class ParallelModel:
     ) -> None:
         self.module = model
         self._strategy = strategy
-        self._parameters = parameters
+        self.parameters = parameters
         self._device = device
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Canonical FQN -> float32 parameter at rest: a DTensor when sharded, else plain. The same names everywhere."""
-        return self._parameters
-
     def zero_grad(self) -> None:
-        for parameter in self._parameters.values():
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -120,7 +119,8 @@ def parallelize(
 
 def _compile(blocks: Sequence[nn.Module]) -> None:
     """torch.compile each block: one small graph that all blocks share, and FSDP's and DDP's hooks stay between them."""
-    # DDP's own graph splitter would cut blocks at bucket borders, and cannot handle checkpointed ones.
+    # DDP's own graph splitter would cut blocks at bucket borders, and cannot handle checkpointed ones. The switch is
+    # private in torch (seen working on 2.11.0 and 2.13.0, CPU).
     torch._dynamo.config.optimize_ddp = False
     for block in blocks:
         block.compile()

@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,8 +24,49 @@ from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import CommConfig, ParallelismConfig, RunConfig
 from titanlite.parallel.mesh import Meshes
 
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 LOCALHOST = "127.0.0.1"
+# Longest wait of an ObjectChannel for the slowest rank. Neither of comm's timeouts: a large checkpoint on a busy disk
+# may take one rank minutes longer than another, and that is no failure. Past an hour it is.
+CHANNEL_TIMEOUT = timedelta(hours=1)
+
+T = TypeVar("T")
+
+
+class ObjectChannel:
+    """Collectives of Python objects over all ranks, apart from those of training: a thread may use it meanwhile.
+
+    All ranks call the same methods in the same order. They wait for each other for up to CHANNEL_TIMEOUT.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: a Gloo group of the world that nothing else uses; None: a world of one."""
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value on rank 0, None elsewhere."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    def scatter(self, values: list[T] | None) -> T:
+        """Rank 0's list, one value to each rank; the other ranks pass None."""
+        if self._group is None:
+            return cast(list[T], values)[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values, src=0, group=self._group)
+        return received[0]
 
 
 class Ranks:
@@ -38,24 +79,16 @@ class Ranks:
     def __init__(self, device: torch.device, layout: Layout, meshes: Meshes, comm: CommConfig) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = device
         self.layout = layout
         self.meshes = meshes
         self.data_rank = meshes.batch.get_local_rank()  # which slice of each step's samples is this rank's ...
         self.data_size = meshes.batch.size()  # ... of how many
         self._comm = comm
-        self._gloo_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce over the world ("sum", "max" or "min"), in place; returns the tensor."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor, op=REDUCE_OPS[op])
-        return tensor
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum, in place, over the ranks that hold different tokens; returns the tensor.
@@ -64,12 +97,6 @@ class Ranks:
         """
         if self.meshes.loss.size() > 1:
             dist.all_reduce(tensor, group=self.meshes.loss.get_group())
-        return tensor
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrite the tensor with rank src's; returns it."""
-        if self.world_size > 1:
-            dist.broadcast(tensor, src=src)
         return tensor
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -88,14 +115,13 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank's Python is here. Work queued on a GPU is not waited for."""
-        self.all_reduce(torch.zeros(1))
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1))
 
-    def gloo_group(self) -> dist.ProcessGroup:
-        """A Gloo group of the world that nothing else uses (a thread may write checkpoints with it). Made once."""
-        if self._gloo_group is None:
-            timeout = max(self._comm.init_timeout_seconds, self._comm.train_timeout_seconds)
-            self._gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        return self._gloo_group
+    def object_channel(self) -> ObjectChannel:
+        """A new channel of the world for Python objects, with a group of its own. Collective."""
+        alone = self.world_size == 1
+        return ObjectChannel(None if alone else dist.new_group(backend="gloo", timeout=CHANNEL_TIMEOUT))
 
     def use_train_timeout(self) -> None:
         """Let collectives take comm.train_timeout_seconds from now on. Call after the first step, which may compile."""
@@ -118,7 +144,7 @@ def start(comm: CommConfig, run: RunConfig, parallelism: ParallelismConfig) -> R
     layout = resolve_layout(parallelism, dist.get_world_size())
     device = _device(run)
     set_numerics(run, device)
-    return Ranks(device, layout, Meshes.build(layout, device.type), comm)
+    return Ranks(device, layout, Meshes(layout, device.type), comm)
 
 
 def connect(
@@ -270,5 +296,5 @@ def set_numerics(run: RunConfig, device: torch.device) -> None:
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change a group's timeout. Private in torch (seen working on 2.11 and 2.13, Gloo); no public call does it."""
+    """Change a group's timeout. Private in torch (seen working on 2.11.0 and 2.13.0, Gloo); no public call does it."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)

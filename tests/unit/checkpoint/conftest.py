@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 
+from titanlite.parallel.runtime import ObjectChannel
+
 
 class OneRank:
     """A world of one, without torch.distributed."""
@@ -12,6 +14,9 @@ class OneRank:
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return obj
+
+    def object_channel(self) -> ObjectChannel:
+        return ObjectChannel(None)
 
 
 @pytest.fixture

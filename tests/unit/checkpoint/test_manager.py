@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.checkpoint import dcp
+from titanlite.checkpoint import dcp, storage
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import CheckpointError
 from titanlite.config.problems import InputError
@@ -63,7 +63,7 @@ def run(tmp_path: Path, one_rank: Any) -> Setup:
 @pytest.mark.parametrize("mode", MODES)
 def test_round_trip_in_place(run: Setup, mode: str) -> None:
     manager = run.saved(5, 7, async_mode=mode)
-    assert manager.latest() == run.step(7)
+    assert manager.find_resume() == run.step(7)
     got = tensors(-1)
     addresses = [tensor.data_ptr() for tensor in got.values()]
     manifest = manager.load(run.step(5), got)
@@ -132,28 +132,66 @@ def full_disk(*args: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", ["write_tensors", "write_metadata"])
-def test_failed_save_is_loud_and_never_committed(
+def test_failed_save_is_loud_survived_once_and_never_committed(
     run: Setup, monkeypatch: pytest.MonkeyPatch, mode: str, stage: str
 ) -> None:
     manager = run.saved(1, async_mode=mode)
+    said = "saving the checkpoint of step {} failed: rank 0: OSError: .*No space left"
     with monkeypatch.context() as patch:
         patch.setattr(dcp, stage, full_disk)
-        match = r"saving the checkpoint of step 2 failed: rank 0: OSError: .*No space left"
-        if mode == "async":
-            manager.save(2, tensors(2), parts(2))
-            with pytest.raises(CheckpointError, match=match):
-                manager.finish()
-            manager.save(2, tensors(2), parts(2))
-            with pytest.raises(CheckpointError, match=match):
-                manager.save(3, tensors(3), parts(3))  # the earlier failure surfaces here
-        else:
-            with pytest.raises(CheckpointError, match=match):
-                manager.save(2, tensors(2), parts(2))
-    assert sum("CHECKPOINT NOT SAVED" in line for line in run.said) == (2 if mode == "async" else 1)
-    assert manager.latest() == run.step(1)
+        manager.save(2, tensors(2), parts(2))
+        with pytest.raises(CheckpointError, match=said.format(3)):
+            manager.save(3, tensors(3), parts(3), wait=True)
+    assert sum("CHECKPOINT NOT SAVED" in line for line in run.said) == 2
+    assert manager.find_resume() == run.step(1)
     assert [path.name for path in run.folder.iterdir()] == ["step-00000001"]  # nothing half-written fills the disk
-    manager.save(3, tensors(3), parts(3), wait=True)
-    assert manager.latest() == run.step(3)
+    manager.save(4, tensors(4), parts(4), wait=True)
+    assert manager.find_resume() == run.step(4)
+    got = tensors(-1)
+    manager.load(run.step(4), got)
+    assert same(got, tensors(4))
+
+    monkeypatch.setattr(dcp, stage, full_disk)
+    with pytest.raises(CheckpointError, match="No space left"):  # two in a row, none of them waited for
+        for step in (5, 6, 7):
+            manager.save(step, tensors(step), parts(step))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_state_in_memory_is_saved_although_the_last_save_failed(
+    run: Setup, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    manager = run.saved(1, async_mode=mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "write_tensors", full_disk)
+        manager.save(2, tensors(2), parts(2))
+        if manager._pending is not None:
+            manager._pending.exception(timeout=20)
+    manager.save(3, tensors(3), parts(3))
+    manager.finish()
+    assert manager.find_resume() == run.step(3)
+
+
+@pytest.mark.parametrize("stage", ["missing", "read only"])
+def test_a_folder_that_is_not_shared_is_refused_at_the_start(
+    run: Setup, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    monkeypatch.setattr(storage, "_VISIBLE_SECONDS", 0.3)
+    if stage == "missing":
+        monkeypatch.setattr(Path, "touch", lambda self: None)
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match="all nodes share" if stage == "missing" else "cannot be written"):
+        run.manager()
+    assert not list(run.folder.iterdir())
+
+
+def test_only_unusable_checkpoints_are_no_fresh_start(run: Setup) -> None:
+    run.saved(1, 2)
+    for step in (1, 2):
+        (run.step(step) / "manifest.json").write_text("{")
+    with pytest.raises(InputError, match="only checkpoints that cannot be used"):
+        run.manager().find_resume()
 
 
 def test_unexpected_error_in_the_background_surfaces(run: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +210,8 @@ def test_unexpected_error_in_the_background_surfaces(run: Setup, monkeypatch: py
 @pytest.mark.parametrize("state", [{"loss": float("nan")}, {"a": {1, 2}}])
 def test_train_state_must_be_json(run: Setup, state: Any) -> None:
     with pytest.raises(CheckpointError, match=r"preparing the checkpoint of step 1 failed.*JSON"):
-        run.manager().save(1, tensors(), {**parts(), "train_state": state})
-    assert not run.folder.exists()
+        run.manager().save(1, tensors(), {**parts(), "train_state": state}, wait=True)
+    assert not list(run.folder.iterdir())
 
 
 def test_a_step_on_disk_is_not_written_again(run: Setup) -> None:
@@ -194,9 +232,9 @@ def test_resume_from_an_earlier_step_sets_the_abandoned_ones_aside(run: Setup) -
     path = manager.find_resume()
     assert path == run.step(10)
     manager.load(path, tensors())
-    assert manager.latest() == run.step(30)  # nothing is lost before something new is there
+    assert run.manager().find_resume() == run.step(30)  # nothing is lost before something new is there
     manager.save(20, tensors(21), parts(20), wait=True)
-    assert manager.latest() == run.step(20)
+    assert run.manager().find_resume() == run.step(20)
     got = tensors()
     manager.load(run.step(20), got)
     assert same(got, tensors(21))
@@ -225,7 +263,6 @@ def test_find_resume_auto_and_never(run: Setup) -> None:
         assert run.manager(resume=resume).find_resume() is None
     run.saved(1, 2)
     assert run.manager(resume="auto").find_resume() == run.step(2)
-    assert run.manager(resume="auto", enable=False).find_resume() is None
     with pytest.raises(InputError) as error:
         run.manager(resume="never").find_resume()
     assert "checkpoint.resume" in str(error.value) and "step-00000002" in str(error.value)
@@ -242,22 +279,16 @@ def test_find_resume_path(run: Setup, tmp_path: Path) -> None:
     run.saved(1, 2)
     copy = tmp_path / "copied"
     run.step(1).rename(copy)  # a step folder under any other name
-    for given, found in (
-        (run.step(2), run.step(2)),
-        (run.folder, run.step(2)),
-        (run.folder.parent, run.step(2)),
-        (copy, copy),
-    ):
-        assert run.manager(resume=str(given)).find_resume() == found.resolve()
-    assert run.manager(resume=str(run.step(2)), enable=False).find_resume() == run.step(2).resolve()
+    for given in (run.step(2), copy):
+        assert run.manager(resume=str(given)).find_resume() == given.resolve()
+    (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    for given in (run.step(3), tmp_path / "empty", tmp_path / "none"):
+    (run.folder / "step-00000003").mkdir()
+    wrong = [tmp_path / name for name in ("none", "file", "empty")]
+    for given in (*wrong, run.folder, run.folder.parent, run.step(3)):  # the folder around a step folder is none
         with pytest.raises(InputError) as error:
             run.manager(resume=str(given)).find_resume()
-        assert given.name in str(error.value) and "step-00000002" in str(error.value)
-    (run.step(2) / "manifest.json").unlink()
-    with pytest.raises(InputError, match="no manifest"):
-        run.manager(resume=str(run.step(2))).find_resume()
+        assert f"{given}: manifest.json: got " in str(error.value) and "--checkpoint.resume" in str(error.value)
 
 
 # ---- loading what is wrong

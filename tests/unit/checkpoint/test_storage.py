@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from titanlite import files
 from titanlite.checkpoint import storage
 from titanlite.config.problems import InputError
 
@@ -115,16 +116,17 @@ def test_commit_is_the_last_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The manifest and the names around it are durable before it gets its name, and the name after."""
     calls: list[str] = []
     replace = os.replace
-    monkeypatch.setattr(storage, "fsync_file", lambda descriptor: calls.append("fsync file"))
-    monkeypatch.setattr(storage, "fsync_folder", lambda folder: calls.append("fsync folder"))
+    monkeypatch.setattr(files, "fsync_file", lambda file: calls.append("fsync file"))
+    for module in (storage, files):
+        monkeypatch.setattr(module, "fsync_folder", lambda folder: calls.append("fsync folder"))
 
     def recorded(source: Path, target: Path) -> None:
         calls.append("rename")
         replace(source, target)
 
-    monkeypatch.setattr(storage.os, "replace", recorded)
+    monkeypatch.setattr(os, "replace", recorded)
     storage.commit(tmp_path, storage.make_manifest(1, {".metadata": 0}, PARTS))
-    assert calls == ["fsync file", "fsync folder", "rename", "fsync folder"]
+    assert calls == ["fsync folder", "fsync file", "rename", "fsync folder"]
     assert names(tmp_path) == ["manifest.json"]
 
 
@@ -132,6 +134,7 @@ def test_leftovers_of_the_same_step_are_replaced_and_committed_ones_kept(tmp_pat
     folder = make(tmp_path, 1)
     (folder / "manifest.json").unlink()
     (folder / "__7_0.distcp").write_text("of a larger world")
+    (folder / f"manifest.json.{'0f' * 16}.tmp").write_text("{")  # of a commit that was killed
     (folder / "notes.txt").write_text("mine")
     (tmp_path / "precious").write_text("mine")
     (folder / "__0_0.distcp").unlink()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.check import NOT_AVAILABLE, machine_problems, static_problems, warnings
-from titanlite.config.load import Loaded, load
+from titanlite.config.load import Loaded, dump, load
 
 from .conftest import Write
 
@@ -54,7 +54,7 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
         (
             ["--data.sources=[{weight=2000}, {path='a', weight=1}]"],
             "data.sources.1.weight",
-            "fix: raise it to 1.95503 or more",
+            "fix: raise it to 1.95505 or more",
         ),
         (["--data.sources=[{weight=1e308}, {path='a', weight=1e308}]"], "data.sources", "weights with a finite sum"),
     ],
@@ -77,6 +77,14 @@ def test_legal_edges(make: Make) -> None:
         ["--model.vocab_size=300", "--tokenizer.path=small.model"],
     ):
         assert static_problems(make(*overrides), 2) == []
+
+
+@pytest.mark.parametrize("others", ["{weight=2000}", "{weight=7}, {path='b', weight=1e-5}", "{weight=1e300}"])
+def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> None:
+    (*_, problem) = static_problems(make(f"--data.sources=[{others}, {{path='a', weight=1e-6}}]"), 2)
+    weight = problem.fix.split()[3]
+    problems = static_problems(make(f"--data.sources=[{others}, {{path='a', weight={weight}}}]"), 2)
+    assert problem.key not in [other.key for other in problems]
 
 
 def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
@@ -123,10 +131,11 @@ def test_source_files(make: Make, write: Write, tmp_path: Path) -> None:
     write("text", "texts.txt", minimal=False)
     write("text", "TEXTS.TXT", minimal=False)
     write("x", "data.bin", minimal=False)
-    for folder in ("empty", "deep/er", "shards", "other"):
+    for folder in ("empty", "deep/er", "shards", "prepared/train", "prepared/validation", "held/validation", "other"):
         (tmp_path / folder).mkdir(parents=True)
     write("x", "deep/er/a.txt", minimal=False)
-    write("{}", "shards/meta.json", minimal=False)
+    for folder in ("shards", "prepared/train", "prepared/validation", "held/validation"):
+        write("{}", f"{folder}/meta.json", minimal=False)
     write("x", "other/a.md", minimal=False)
 
     def found(path: str) -> str:
@@ -134,11 +143,12 @@ def test_source_files(make: Make, write: Write, tmp_path: Path) -> None:
         assert [problem.key for problem in problems] in ([], ["data.sources.0.path"])
         return "\n".join(map(str, problems))
 
-    assert [found(path) for path in ("texts.txt", "TEXTS.TXT", "deep", "deep/er", "shards")] == [""] * 5
+    good = ("texts.txt", "TEXTS.TXT", "deep", "deep/er", "shards", "prepared", "prepared/train")
+    assert [found(path) for path in good] == [""] * 7
     assert "did you mean texts.txt?" in found("text.txt")
     assert "there is no folder" in found("nowhere/text.txt")
     assert "a .txt file, a folder of them" in found("data.bin")
-    assert "this folder has neither" in found("empty") and "this folder has neither" in found("other")
+    assert all("this folder has neither" in found(path) for path in ("empty", "other", "held"))
     both = make("--data.sources=[{path='no'}, {path='neither'}]", "--tokenizer.path=nor")
     keys = [problem.key for problem in machine_problems(both, 0)]
     assert keys == ["data.sources.0.path", "data.sources.1.path", "tokenizer.path"]
@@ -208,7 +218,13 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
         (["--training.mixed_precision_reduce=bfloat16"], 1, "mixed_precision_reduce: ignored"),
         (["--training.steps=11"], 1, "training.steps = 11 goes past lr_scheduler.total_steps = 10"),
         (["--lr_scheduler.decay_ratio=0.9", "--lr_scheduler.warmup_steps=2"], 1, "asks for 9 steps of decay, but"),
-        (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.decay_type=sqrt"], 1, "decay_type: ignored"),
+        (["--lr_scheduler.decay_ratio=1e-9", "--lr_scheduler.warmup_steps=10"], 1, "asks for 1 steps of decay, but"),
+        (["--lr_scheduler.decay_ratio=0", "--lr_scheduler.decay_type=sqrt"], 1, "lr_scheduler.decay_type: ignored"),
+        (
+            ["--lr_scheduler.decay_ratio=0", "--lr_scheduler.min_lr_factor=0.2"],
+            1,
+            "lr_scheduler.min_lr_factor: ignored",
+        ),
         (["--model.rope_scaling.low_freq_factor=2"], 1, "model.rope_scaling.low_freq_factor: ignored while"),
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
@@ -228,12 +244,20 @@ def test_warning(make: Make, overrides: list[str], world: int, words: str) -> No
         (["--training.mixed_precision_reduce=bfloat16"], 2),
         (["--lr_scheduler.warmup_steps=2"], 1),  # decay_ratio 1 means what warmup leaves
         (["--lr_scheduler.decay_ratio=0.8", "--lr_scheduler.warmup_steps=2"], 1),
+        (["--lr_scheduler.decay_ratio=0", "--training.steps=11"], 1),  # the peak holds for ever
+        (["--lr_scheduler.decay_ratio=0.5", "--lr_scheduler.min_lr_factor=0.2"], 1),
         (["--checkpoint.enable=false"], 1),
         (["--parallelism.dp_shard=3"], 4),  # refused; not the warnings' concern
     ],
 )
 def test_no_warning(make: Make, overrides: list[str], world: int) -> None:
     assert warnings(make(*overrides), world) == []
+
+
+def test_a_resolved_config_warns_of_what_its_run_did(make: Make, write: Write) -> None:
+    """It gives every key, so that being given says nothing."""
+    write(dump(make("--lr_scheduler.decay_ratio=0").config), "resolved.toml", minimal=False)
+    assert warnings(load("resolved.toml"), 1) == []
 
 
 def test_section_switched_off_on_the_command_line_is_no_mistake(write: Write) -> None:

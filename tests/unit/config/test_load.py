@@ -215,7 +215,7 @@ def test_find_config_refuses_what_is_no_file(write: Write, tmp_path: Path, name:
 def test_toml_that_cannot_be_read_is_one_problem_with_its_line(refused: Refused, text: str, found: str) -> None:
     (problem,) = refused(text, minimal=False)
     assert (problem.where, problem.key) == ("run.toml", "syntax")
-    assert found in problem.got and len(problem.got) < 250
+    assert found in problem.got and len(problem.got) < 250 and problem.fix
 
 
 def test_unreadable_file_still_has_the_command_line_checked(refused: Refused) -> None:
@@ -274,6 +274,7 @@ def test_extends_that_cannot_be_is_refused(write: Write, files: dict[str, str], 
     with pytest.raises(InputError) as caught:
         load("run.toml")
     assert len(caught.value.problems) == 1 and words in str(caught.value)
+    assert caught.value.problems[0].fix
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp", "a\\b", " a", "a\n", "x" * 201])
@@ -290,12 +291,12 @@ def test_run_name_is_the_stem_when_empty(write: Write) -> None:
 
 def test_checking_imports_no_torch_and_is_fast() -> None:
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time; start = time.process_time()  # of this process: other ones may keep the machine busy\n"
         "from titanlite.config import load, check\n"
         "loaded = load.load('llama_debug'); check.static_problems(loaded, 2); check.machine_problems(loaded, 0)\n"
         "check.warnings(loaded, 2)\n"
         "assert not {'torch', 'numpy', 'titanlite.model'} & set(sys.modules)\n"
-        "print(time.perf_counter() - start)"
+        "print(time.process_time() - start)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.7

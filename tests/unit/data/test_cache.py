@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from titanlite.config.problems import InputError
-from titanlite.data.cache import Memo, get_or_build, write_file
+from titanlite.data.cache import Memo, get_or_build
 
 
 def is_whole(folder: Path) -> bool:
@@ -115,18 +115,6 @@ def test_a_whole_entry_in_a_read_only_cache_is_used(tmp_path: Path):
     (tmp_path / "entry.lock").unlink()
     get(place)
     assert not (tmp_path / "entry.lock").exists()  # nothing was written
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "file"
-    write_file(path, b"older")
-    with path.open("rb") as reader:
-        write_file(path, b"old")
-        assert reader.read() == b"older"  # replaced, not written over
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_file(path, b"new")
-    assert path.read_bytes() == b"old"
 
 
 def age(path: Path, seconds: float = 100) -> None:

@@ -74,6 +74,7 @@ def build(
         data_size=world_size,
         local_batch_size=local or batch // world_size,
         start_sample=start,
+        pin_memory=False,
     )
 
 
@@ -277,6 +278,7 @@ def test_embedded_text_is_fed_fast_enough(embedded: PreparedData):
         data_size=1,
         local_batch_size=8,
         start_sample=0,
+        pin_memory=False,
     )
     next(loader)
     started = time.process_time()

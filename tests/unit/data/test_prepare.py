@@ -20,6 +20,7 @@ from titanlite.config.problems import InputError
 from titanlite.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from titanlite.data import prepare as prepare_module
 from titanlite.data import text as text_module
+from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.prepare import PreparedData, prepare
 from titanlite.data.shards import TokenShards
 from titanlite.data.text import EMBEDDED_FINGERPRINT, check_embedded, embedded_text
@@ -99,7 +100,7 @@ def test_embedded_preparation_is_whole(embedded: PreparedData):
 @pytest.mark.parametrize(
     ("version", "fingerprint", "warning"),
     [
-        ("1.13.3", "f" * 64, "published curves are of sympy 1.14.0"),
+        ("1.13.3", "f" * 64, "meant to be sympy 1.14.0's; with 1.13.3"),
         ("1.14.0", "f" * 64, "differs from the released one"),
     ],
 )
@@ -254,7 +255,7 @@ def test_shards_of_another_tokenizer_are_refused(
     run: Prepare, text_folder: Path, tmp_path: Path, embedded: PreparedData
 ):
     shutil.copytree(run(text_folder).sources[0].train, tmp_path / "mine")
-    with pytest.raises(InputError, match=r"data.sources\[0\].path: got .*made with another tokenizer"):
+    with pytest.raises(InputError, match=r"data\.sources\.0\.path: got .*made with another tokenizer"):
         run(tmp_path / "mine", model=embedded.tokenizer_path, vocab_size=4096)
 
 
@@ -294,15 +295,35 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(run: Prepare, text_fold
 
 def test_text_that_cannot_be_read_is_refused(run: Prepare, text_folder: Path):
     (text_folder / "gone.txt").symlink_to(text_folder / "nothing")
-    with pytest.raises(InputError, match=r"gone.txt: got a file that cannot be read"):
+    with pytest.raises(InputError, match=r"(?s)gone.txt: got a file that cannot be read.*fix: restore it"):
         run(text_folder)
 
 
-def test_progress_on_a_terminal_is_a_bar(run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepare_module.sys.stderr, "isatty", lambda: True, raising=False)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_on_a_terminal_is_a_bar(
+    run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(prepare_module.sys.stderr, "isatty", lambda: terminal, raising=False)
     messages: list[str] = []
     run(text_folder, report=messages.append)
     assert [message.split()[0] for message in messages] == ["tokenising", "tokenised"]
+    drawn = capsys.readouterr().err
+    assert ("tokenising" in drawn and "100%" in drawn) if terminal else drawn == ""  # the bar is told of every byte
+
+
+def test_bits_per_byte_of_a_tokenizer_that_loses_text_are_warned_of(run: Prepare, text_folder: Path, tmp_path: Path):
+    lossy = tmp_path / "lossy.model"
+    options = {"remove_extra_whitespaces": True, "allow_whitespace_only_pieces": False}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setitem(tokenizer_module._TRAINING, name, value)
+        lossy.write_bytes(tokenizer_module.train_tokenizer(["the cat sat on the mat"] * 20, 280))
+    for model, validation, warned in ((lossy, True, True), (lossy, False, False), (None, True, False)):
+        messages: list[str] = []
+        named = {} if model is None else {"model": model}
+        run(text_folder, fraction=0.4, validation=validation, report=messages.append, **named)
+        assert any("bits per byte" in message for message in messages) == warned
 
 
 def test_all_wrong_inputs_are_reported_at_once(run: Prepare, tmp_path: Path):
@@ -311,14 +332,14 @@ def test_all_wrong_inputs_are_reported_at_once(run: Prepare, tmp_path: Path):
     (tmp_path / "folder" / "x.parquet").touch()
     bad = [tmp_path / "absent.txt", tmp_path / "x.jsonl", tmp_path / "folder"]
     with pytest.raises(InputError) as caught:
-        run(*bad, model=tmp_path / "absent.model", weights=(1, 1, 1e-9))
+        run(*bad, model=tmp_path / "absent.model")
     keys = [problem.key for problem in caught.value.problems]
-    assert keys == ["tokenizer.path", *(f"data.sources.{i}.path" for i in range(3)), "data.sources"]
+    assert keys == ["tokenizer.path", *(f"data.sources.{i}.path" for i in range(3))]
+    assert all(problem.fix for problem in caught.value.problems)
     text = str(caught.value)
     assert "which does not exist" in text
     assert "x.jsonl'; allowed: a folder of token shards, a .txt file, a folder with .txt files" in text
     assert "a folder without .txt files (it has .parquet)" in text
-    assert "would never be read" in text
 
 
 def test_ids_that_do_not_fit_the_model_or_are_missing_are_refused(

@@ -79,7 +79,7 @@ def test_what_json_cannot_say_is_null(run: Run, bad: float) -> None:
 
 def test_steps_strictly_increase(run: Run) -> None:
     logger = run.logger()
-    logger.validation({"step": 0, "validation_loss": 8.0})
+    logger.log({"step": 0, "validation_loss": 8.0})
     logger.log({"step": 1, "loss": 1.0, "validation_loss": 2.0, "validation_bits_per_byte": 1.0})
     for again in (0, 1):
         with pytest.raises(AssertionError, match="merge"):
@@ -133,7 +133,7 @@ def test_messages_are_not_markup(run: Run) -> None:
 def test_other_ranks_do_nothing(run: Run) -> None:
     logger = run.logger(main=False, tensorboard=True)
     logger.log(ROW)
-    logger.validation({"step": 0, "validation_loss": 1.0})
+    logger.log({"step": 0, "validation_loss": 1.0})
     logger.message("x")
     logger.close()
     assert run.out.getvalue() == "" and not run.folder.exists()
@@ -153,7 +153,6 @@ def lines(*steps: int) -> str:
         (lines(10, 20, 30), 25, lines(10, 20)),
         (lines(0, 10), 10, lines(0, 10)),
         (lines(10, 20), 100, lines(10, 20)),
-        (lines(0, 10, 20), 0, ""),  # starts afresh: step 0 comes again too
         (lines(10) + '{"step": 20, "lo', 20, lines(10)),
         (lines(10) + '{"step": 20}', 20, lines(10) + '{"step": 20}\n'),
         (lines(10) + "\x00\x00\x00", 20, lines(10)),
@@ -172,6 +171,17 @@ def test_rows_that_will_come_again_are_dropped(tmp_path: Path, text: str, resume
     assert (path.stat().st_ino == inode) == (left == text)  # a new file in its place, and none without need
 
 
+def test_a_fresh_start_sets_the_old_rows_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for text in (lines(0, 10), lines(0, 20)):
+        path.write_text(text)
+        keep_rows(path, 0)
+        assert not path.exists()
+    keep_rows(path, 0)
+    assert (tmp_path / "metrics.superseded-1.jsonl").read_text() == lines(0, 10)
+    assert (tmp_path / "metrics.superseded-2.jsonl").read_text() == lines(0, 20)
+
+
 def test_rewriting_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(10, 20))
@@ -183,6 +193,7 @@ def test_rewriting_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(KeyboardInterrupt):
         keep_rows(path, 10)
     assert path.read_text() == lines(10, 20)
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -212,7 +223,7 @@ def test_resumed_twice_steps_still_increase(run: Run) -> None:
 def test_a_fresh_start_takes_all_back(run: Run) -> None:
     for life in range(2):
         logger = run.logger(tensorboard=True)
-        logger.validation({"step": 0, "validation_loss": life})
+        logger.log({"step": 0, "validation_loss": life})
         logger.log({"step": 5 + life, "loss": life})
     assert [row["step"] for row in run.rows()] == [0, 6]
     assert events(run.folder) == {"validation/loss": [(0, 1.0)], "train/loss": [(6, 1.0)]}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import ModelConfig
-from titanlite.model.init import init_model_
+from titanlite.model.init import init_
 from titanlite.model.transformer import Transformer
 
 
@@ -23,6 +23,12 @@ def small_config(**changes: Any) -> ModelConfig:
         "init_std": 0.1,
     }
     return ModelConfig(**{**base, **changes})
+
+
+def init_model_(model: torch.nn.Module, config: ModelConfig, seed: int) -> None:
+    """init_ for every parameter of an unsharded model."""
+    for fqn, parameter in model.named_parameters():
+        init_(parameter.data, fqn, config, seed, global_shape=parameter.shape, offsets=(0,) * parameter.ndim)
 
 
 def small_model(config: ModelConfig, seed: int = 1, **arguments: Any) -> Transformer:

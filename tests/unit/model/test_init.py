@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import titanlite.model.init as init_module
-from tests.unit.model.helpers import small_config
-from titanlite.model.init import init_, init_model_, init_std, tensors_hash
+from tests.unit.model.helpers import init_model_, small_config
+from titanlite.model.init import init_, init_std, tensors_hash
 from titanlite.model.transformer import Transformer
 
 CONFIG = small_config(vocab_size=1000, init_std=0.02)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.model.helpers import batch, difference, gradients, small_config, small_model
+from tests.unit.model.helpers import batch, difference, gradients, init_model_, small_config, small_model
 from titanlite.model.attention import causal_attention
-from titanlite.model.init import init_model_
 from titanlite.model.transformer import Block, Transformer
 
 VARIANTS: list[dict[str, Any]] = [

@@ -49,6 +49,12 @@ def test_decay_is_cut_to_what_warmup_leaves():
     assert lrs[6:10] == pytest.approx([1.5, 1.0, 0.5, 0.0])
 
 
+@pytest.mark.parametrize("ratio", [1e-12, 0.01, 0.05])
+def test_a_decay_takes_at_least_one_step(ratio):
+    lrs = schedule(total_steps=10, warmup_steps=2, decay_ratio=ratio, min_lr_factor=0.3)
+    assert lrs == [1.0] + [2.0] * 8 + [0.6] * 4
+
+
 def test_without_decay_the_peak_holds_for_ever():
     assert schedule(total_steps=5, warmup_steps=2, decay_ratio=0.0, min_lr_factor=0.3) == [1.0] + [2.0] * 7
 

@@ -1,0 +1,43 @@
+"""What all commands say to the person at the terminal, and how they read their options. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from titanlite.config.docs import keys_help
+from titanlite.config.problems import InputError, Problem
+from titanlite.config.validate import COMMAND_LINE
+
+
+def say(message: str) -> None:
+    print(f"titanlite: {message}", file=sys.stderr, flush=True)
+
+
+def print_problems(problems: Sequence[Problem]) -> None:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    text = "\n".join(str(problem) for problem in problems).replace("\n", "\n  ")
+    say(f"{count}, nothing was started\n  {text}")
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are problems like all others, and whose --help ends with every key of the config."""
+
+    def __init__(self, prog: str, usage: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(Problem(COMMAND_LINE, "argument", message, str(self.usage), "--help says more"))
+
+    def format_help(self) -> str:
+        title = "every key of the config, as an option (titanlite config NAME prints a run with all of them):"
+        return f"{super().format_help()}\n{title}\n\n{keys_help()}\n"

@@ -1,0 +1,73 @@
+"""Files that survive a kill and a power cut: whole or not there, and on the disk when a call returns. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import uuid
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+
+def fsync_file(file: IO[Any]) -> None:
+    """Flush and fsync; on macOS the stronger form, without which the data may stay in the drive's cache."""
+    file.flush()
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(file.fileno(), full)
+            return
+        except OSError:  # not on this filesystem
+            pass
+    os.fsync(file.fileno())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names inside a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # filesystems that cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write or replace a file; several processes may write the same one. A kill leaves at most a `path.<hex>.tmp`."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            fsync_file(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def try_lock(file: IO[Any], path: Path) -> bool:
+    """Lock an open file against other processes, without waiting; False if one of them holds it.
+
+    On a filesystem without locks a warning is given, and the answer is True.
+    """
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        warnings.warn(
+            f"{path}: this filesystem has no file locks ({error.strerror}); another process that uses it would not "
+            "be noticed",
+            stacklevel=3,
+        )
+    return True
