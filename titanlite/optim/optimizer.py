@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-# The functional form, undocumented in torch (seen working on 2.11.0 and 2.13.0, CPU). torch.optim.AdamW wants DTensors'
-# own state, and keeps the step and found_inf to itself.
+# The functional form, undocumented in torch (seen working on 2.11.0 and 2.13.0, CPU).
 from torch.optim.adamw import adamw
 
 from titanlite.config.schema import OptimizerConfig
