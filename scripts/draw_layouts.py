@@ -38,7 +38,7 @@ def command(args: argparse.Namespace, folder: str, name: str, extra: list[str]) 
         *(sys.executable, "-m", "titanlite.launch", "--config", args.config),
         *("--run.output_dir", folder, "--run.name", name.replace(" ", "_").replace(",", "")),
         *("--training.steps", str(args.steps), "--metrics.log_freq", "1", "--metrics.peak_tflops", "1"),
-        *("--checkpoint.interval", "10", "--validation.enable", "false", *extra),
+        *("--training.global_batch_size", "12", "--checkpoint.interval", "10", "--validation.enable", "false", *extra),
     ]
 
 

@@ -18,7 +18,7 @@ from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
 from titanlite.command_line import Parser, print_problems, say
 from titanlite.config import check
-from titanlite.config.layout import fixed_world_size, plan_batch, resolve_layout
+from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, resolve_layout
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
@@ -29,6 +29,7 @@ DEFAULT_CONFIG = "llama_debug.toml"
 DEFAULT_CPU_PROCESSES = 2
 WORKER = "titanlite.train"
 MOST_PROCESSES = 4096
+LARGE_FOR_A_CPU = 200_000_000  # parameters
 
 USAGE = "run_train.sh [--config NAME] [--nproc N] [--section.key VALUE | --section.key=VALUE ...]"
 EPILOG = """environment:
@@ -149,7 +150,20 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
     if problems:
         raise InputError(problems)
     assert nproc and world
-    return Plan(loaded, nodes, nproc, gpus, shown, tuple(check.warnings(loaded, world)))
+    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus)]
+    return Plan(loaded, nodes, nproc, gpus, shown, tuple(warnings))
+
+
+def large_for_a_cpu(loaded: Loaded, world: int, gpus: int) -> list[str]:
+    """A model that was meant for GPUs would fill the memory of the machine before its first step."""
+    parameters = parameter_counts(loaded.config.model).total
+    if gpus or parameters < LARGE_FOR_A_CPU:
+        return []
+    copies = resolve_layout(loaded.config.parallelism, world).dp_replicate
+    return [
+        f"NO GPU WAS FOUND, and this model has {parameters:,} parameters: on the CPU that is at least "
+        f"{16 * parameters * copies / 1e9:,.0f} GB of memory for weights, gradients and moments, over all processes."
+    ]
 
 
 def read_process_count(option: str, environ: Mapping[str, str], problems: list[Problem]) -> int | None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 WORLD_SIZE = "TITANLITE_WORLD_SIZE"
 SHUTDOWN_SECONDS = 10  # from SIGTERM to SIGKILL
 TAIL_LINES = 20
+STOPPED = "the workers have been ended. The same command goes on from the last saved checkpoint, if there is one"
 
 
 @dataclass(frozen=True)
@@ -289,10 +290,10 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
     except ChildFailedError as error:
         return report(root_cause([read_failure(rank, process) for rank, process in error.failures.items()]), job)
     except Stopped as stop:
-        say(f"stopped by {stop.name}; the workers have been ended")
+        say(f"stopped by {stop.name}; {STOPPED}")
         return EXIT_ERROR
     except SignalException as stop:
-        say(f"stopped by {stop.sigval.name}; the workers have been ended")
+        say(f"stopped by {stop.sigval.name}; {STOPPED}")
         return EXIT_ERROR
     except Exception as error:
         say(_agent_error(error, job))

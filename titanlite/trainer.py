@@ -238,8 +238,9 @@ class Trainer:
     def train(self) -> None:
         if self.finished:
             self._say(
-                f"nothing to do: {self.folder} is at step {self.state.step} of {self.config.training.steps}. "
-                f"To go on: --training.steps N with N above {self.state.step}. To start anew: --run.name OTHER."
+                f"nothing to do: {self.folder} has done {self.state.step} steps, and training.steps is "
+                f"{self.config.training.steps}. To go on: --training.steps N with N above {self.state.step}. "
+                "To start anew: --run.name OTHER."
             )
             return
         gc_freq = self.config.training.gc_freq

@@ -59,7 +59,7 @@ def test_list_has_every_config() -> None:
 def test_check() -> None:
     done = run(TITANLITE, "config", "llama_debug", "--check", "--world-size", "4")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ok\nworld size 4: dp_replicate=1 dp_shard=4")
+    assert done.stdout.startswith("ok\n4,999,424 parameters\nworld size 4: dp_replicate=1 dp_shard=4")
     assert "6 samples, as 1 forward pass of 6" in done.stdout
     assert_refused(
         run(TITANLITE, "config", "llama_debug", "--check", "--world-size", "5"), "training.global_batch_size"

@@ -35,8 +35,12 @@ def test_there_are_commands() -> None:
 def test_command_is_accepted(command: str) -> None:
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if words[0] == "./run_train.sh":
+        if "--help" in words:
+            assert "--training.steps" in make_parser().format_help()
+            return
         options, overrides = make_parser().parse_known_args(words[1:])
-        load(options.config, overrides)
+        if options.config != "mine.toml":  # the reader's own: test_own_text_section_is_a_config
+            load(options.config, overrides)
     elif words[0] == "titanlite":
         done = run(TITANLITE, *words[1:])
         assert done.returncode == 0, done.stderr
@@ -55,9 +59,9 @@ def test_link_or_image_exists(document: str, target: str) -> None:
 
 def test_own_text_section_is_a_config(tmp_path: Path) -> None:
     (block,) = [block for kind, block in CODE if kind == "toml" and "data.sources" in block]
-    path = tmp_path / "own.toml"
-    path.write_text(f'extends = "{ROOT}/train_configs/llama_debug.toml"\n{block}')
-    config = load(str(path)).config
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    (tmp_path / "mine.toml").write_text(block)
+    config = load(str(tmp_path / "mine.toml")).config
     assert [source.weight for source in config.data.sources] == [0.7, 0.3]
     assert config.tokenizer.path == "my_tokenizer.model"
 

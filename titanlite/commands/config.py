@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.command_line import Parser, say
 from titanlite.config import check
-from titanlite.config.layout import fixed_world_size, plan_batch, resolve_layout
+from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, resolve_layout
 from titanlite.config.load import Loaded, available_configs, display, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
@@ -100,7 +100,11 @@ def layout_plan(loaded: Loaded, world_size: int | None) -> dict[str, Any]:
     if not world:
         return {}
     layout = resolve_layout(parallelism, world)
-    return {"layout": asdict(layout), "batch": asdict(plan_batch(loaded.config.training, layout))}
+    return {
+        "parameters": parameter_counts(loaded.config.model).total,
+        "layout": asdict(layout),
+        "batch": asdict(plan_batch(loaded.config.training, layout)),
+    }
 
 
 def plan_text(plan: dict[str, Any]) -> str:
@@ -110,7 +114,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     world = layout.pop("world_size")
     degrees = " ".join(f"{name}={degree}" for name, degree in layout.items())
     return (
-        f"ok\nworld size {world}: {degrees}\n"
+        f"ok\n{plan['parameters']:,} parameters\nworld size {world}: {degrees}\n"
         f"each rank and step: {batch['rank_samples']} samples, as {batch['accumulation_steps']} forward "
         f"pass{'es' if batch['accumulation_steps'] > 1 else ''} of {batch['local_batch_size']}"
     )

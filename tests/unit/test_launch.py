@@ -1,0 +1,13 @@
+"""What the launcher says before it starts anything."""
+
+from titanlite.config.load import load
+from titanlite.launch import large_for_a_cpu
+
+
+def test_a_large_model_on_a_cpu_is_warned_about() -> None:
+    (warning,) = large_for_a_cpu(load("llama_1b"), 2, gpus=0)
+    assert "NO GPU WAS FOUND" in warning and "at least 20 GB" in warning
+    replicated = load("llama_1b", ["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "1"])
+    assert "at least 40 GB" in large_for_a_cpu(replicated, 2, gpus=0)[0]
+    assert large_for_a_cpu(load("llama_1b"), 2, gpus=2) == []
+    assert large_for_a_cpu(load("llama_debug"), 2, gpus=0) == []
