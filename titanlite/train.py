@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         wrong_input = isinstance(error, InputError)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            # The launcher shows the first rank's error, once; torchrun shows the file's path.
-            get_error_handler().record_exception(error)
+            record(error)
         elif wrong_input:
             print(error, file=sys.stderr, flush=True)
         else:
@@ -42,6 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_INPUT if wrong_input else EXIT_ERROR
     runtime.stop()
     return EXIT_DONE
+
+
+def record(error: Exception) -> None:
+    """Hands the error to the launcher, which shows the first rank's, once; torchrun shows the file's path.
+
+    Whole or not at all: a rank that is ended in the middle of torch's own writing would leave a file that makes the
+    launcher's agent fail in its turn.
+    """
+    path = os.environ["TORCHELASTIC_ERROR_FILE"]
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{path}.new"
+    get_error_handler().record_exception(error)
+    os.replace(f"{path}.new", path)
 
 
 def _exit(code: int) -> None:

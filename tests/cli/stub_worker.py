@@ -14,10 +14,13 @@ RANK = int(os.environ["RANK"])
 
 
 def record(error: Exception) -> None:
-    """As torch's error handler does."""
+    """As train.record does."""
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"message": message}))
+    new.replace(path)
 
 
 def fail(error: Exception, code: int = 1) -> int:

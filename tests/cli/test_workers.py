@@ -44,7 +44,8 @@ def test_done(arguments: list[str], tmp_path: Path) -> None:
 
     given = load(arguments[1], arguments[2:]).config
     (resolved,) = tmp_path.glob("outputs/tiny/logs/*/config.toml")
-    assert load(str(resolved), ["--run.name", "tiny"]).config == given
+    assert load(str(resolved), ["--run.name", "tiny", "--run.device", "auto"]).config == given
+    assert load(str(resolved)).config.run.device == "cpu", "workers must not choose for themselves"
 
 
 def test_log_rank_all(arguments: list[str]) -> None:

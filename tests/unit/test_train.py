@@ -1,0 +1,25 @@
+"""How a worker hands its error to the launcher."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.problems import InputError, Problem
+from titanlite.train import record
+
+
+def test_an_error_is_recorded_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    seen: list[bool] = []
+    dump = json.dump
+    monkeypatch.setattr(json, "dump", lambda *args, **more: (seen.append(path.exists()), dump(*args, **more)))
+    try:
+        raise InputError(Problem("", "key", "a", "b"))
+    except InputError as error:
+        record(error)
+    message = json.loads(path.read_text())["message"]
+    assert message["message"].startswith("InputError: key: got a")
+    assert seen and not any(seen), "the file has its name only once it is written"
+    assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
