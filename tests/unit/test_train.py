@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,12 @@ def test_an_error_is_recorded_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     seen: list[bool] = []
     dump = json.dump
-    monkeypatch.setattr(json, "dump", lambda *args, **more: (seen.append(path.exists()), dump(*args, **more)))
+
+    def watched(*args: Any, **more: Any) -> None:
+        seen.append(path.exists())
+        dump(*args, **more)
+
+    monkeypatch.setattr(json, "dump", watched)
     try:
         raise InputError(Problem("", "key", "a", "b"))
     except InputError as error:
