@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -51,8 +52,11 @@ def record(error: Exception) -> None:
     """
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{path}.new"
-    get_error_handler().record_exception(error)
-    os.replace(f"{path}.new", path)
+    try:
+        get_error_handler().record_exception(error)
+        os.replace(f"{path}.new", path)
+    except OSError:  # a full disk, of all things
+        traceback.print_exception(error)
 
 
 def _exit(code: int) -> None:

@@ -29,3 +29,16 @@ def test_an_error_is_recorded_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     assert message["message"].startswith("InputError: key: got a")
     assert seen and not any(seen), "the file has its name only once it is written"
     assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_an_error_that_cannot_be_recorded_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def full_disk(*args: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full_disk)
+    record(RuntimeError("what went wrong"))
+    assert "RuntimeError: what went wrong" in capsys.readouterr().err

@@ -80,8 +80,8 @@ def lock_folder(run_folder: str | Path, name: str, wait_seconds: float = 0.0) ->
     try:
         file.seek(0)
         file.truncate()
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        # Past the buffer, which would try once more, and fail, when the file is closed.
+        os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
     except OSError as error:  # a full disk: the lock itself holds, only its note is missing
         warnings.warn(f"{path}: the lock's holder could not be noted: {error}", stacklevel=2)
     return FolderLock(path, file)
