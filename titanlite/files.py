@@ -50,6 +50,16 @@ def write_atomically(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
+def move_aside(path: Path, why: str) -> Path:
+    """Rename `a.b` (a folder: `a`) to `a.<why>-k.b` with the first free k; returns the new path."""
+    k = 1
+    while (aside := path.with_name(f"{path.stem}.{why}-{k}{path.suffix}")).exists():
+        k += 1
+    path.rename(aside)
+    fsync_folder(path.parent)
+    return aside
+
+
 _NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 

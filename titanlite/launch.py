@@ -22,6 +22,7 @@ from titanlite.config.layout import fixed_world_size, parameter_counts, plan_bat
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
+from titanlite.files import write_atomically
 from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, raise_open_file_limit, read_integer, read_nodes
 from titanlite.supervise import Job, run_workers
 
@@ -256,10 +257,8 @@ def write_config(plan: Plan, folder: Path) -> Path:
     run = plan.loaded.config.run.model_copy(update={"device": "cuda" if plan.gpus else "cpu"})
     config = plan.loaded.config.model_copy(update={"run": run})
     path = folder / "config.toml"
-    new = folder / f".config.toml.{os.getpid()}"
     try:
-        new.write_text(dump(config), encoding="utf-8")
-        os.replace(new, path)
+        write_atomically(path, dump(config).encode())
     except OSError as error:
         raise cannot_write(path, error) from error
     return path.resolve()

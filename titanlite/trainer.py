@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,15 @@ from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_batch
 from titanlite.config.load import dump
 from titanlite.config.schema import Config
-from titanlite.data.loader import IGNORED, Batch, ValidationData, build_train_loader, data_fingerprint
+from titanlite.data.loader import Batch, ValidationData, build_train_loader, data_fingerprint
 from titanlite.data.prepare import prepare
+from titanlite.files import write_atomically
 from titanlite.identity import check_ranks_agree, check_same_run
 from titanlite.lifeline import has_launcher
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.throughput import Throughput, bf16_slower_than_fp32, peak_flops
 from titanlite.model.flops import flops_per_token
+from titanlite.model.loss import IGNORED
 from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
 from titanlite.parallel import gradients
@@ -152,9 +153,7 @@ class Trainer:
     def _write_config(self) -> None:
         """Only now is it known that the run may go on: a refused start leaves the run's description alone."""
         if self.ranks.is_main:
-            new = self.folder / ".config.toml.new"
-            new.write_text(dump(self.config), encoding="utf-8")
-            os.replace(new, self.folder / "config.toml")
+            write_atomically(self.folder / "config.toml", dump(self.config).encode())
 
     def _build_metrics(self) -> None:
         config, ranks = self.config, self.ranks

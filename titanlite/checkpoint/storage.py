@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.files import fsync_folder, write_atomically
+from titanlite.files import fsync_folder, move_aside, write_atomically
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -213,12 +213,7 @@ def retain(checkpoints: Path, step: int, keep: int, report: Callable[[str], None
 
 def set_aside(folder: Path, why: str) -> str:
     """Rename `step-N` to `step-N.<why>-k` with the first free k; returns a sentence that says so."""
-    k = 1
-    while (target := folder.with_name(f"{folder.name}.{why}-{k}")).exists():
-        k += 1
-    folder.rename(target)
-    fsync_folder(folder.parent)
-    return f"{folder} was {why} and is now {target.name}"
+    return f"{folder} was {why} and is now {move_aside(folder, why).name}"
 
 
 def remove(folder: Path) -> None:

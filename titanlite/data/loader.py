@@ -20,8 +20,8 @@ from titanlite.data.order import SampleOrder, block_quotas
 from titanlite.data.prepare import PreparedData
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.model.loss import IGNORED
 
-IGNORED = -100  # label of a target that does not count
 Batch = dict[str, Tensor]
 """tokens int64 [B, S], labels int64 [B, S] (the next token, or IGNORED), sample_ids int64 [B] (-1: a row of padding)"""
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titanlite.config.schema import MetricsConfig
-from titanlite.files import write_atomically
+from titanlite.files import move_aside, write_atomically
 
 JSONL = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -160,10 +160,7 @@ def keep_rows(path: Path, resumed_step: int) -> None:
         return
     if resumed_step == 0:
         if text:
-            k = 1
-            while (aside := path.with_name(f"{path.stem}.superseded-{k}{path.suffix}")).exists():
-                k += 1
-            path.rename(aside)
+            move_aside(path, "superseded")
         return
     kept: list[str] = []
     last = -1

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+IGNORED = -100  # label of a target that does not count
 
 
 class VocabularyReducer(Protocol):
