@@ -15,6 +15,7 @@ from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, I
 # name -> (module with main(argv) -> exit code, what it does)
 COMMANDS = {
     "train": ("titanlite.launch", "train what a TOML declares; the same as ./run_train.sh"),
+    "prepare": ("titanlite.commands.prepare", "turn text into tokens or a tokenizer, and look at them"),
     "config": ("titanlite.commands.config", "print, check or list runs"),
 }
 

@@ -23,9 +23,15 @@ def print_problems(problems: Sequence[Problem]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are problems like all others, and whose --help ends with every key of the config."""
+    """One whose errors are problems like all others, and whose --help ends with every key of the config.
 
-    def __init__(self, prog: str, usage: str, description: str, epilog: str = "") -> None:
+    keys: whether it does. sparse: an option that is not given is not in the namespace.
+    """
+
+    def __init__(
+        self, prog: str, usage: str, description: str, epilog: str = "", *, keys: bool = True, sparse: bool = False
+    ) -> None:
+        self._keys = keys
         super().__init__(
             prog=prog,
             usage=usage,
@@ -33,11 +39,14 @@ class Parser(argparse.ArgumentParser):
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            argument_default=argparse.SUPPRESS if sparse else None,
         )
 
     def error(self, message: str) -> NoReturn:
         raise InputError(Problem(COMMAND_LINE, "argument", message, str(self.usage), "--help says more"))
 
     def format_help(self) -> str:
+        if not self._keys:
+            return super().format_help()
         title = "every key of the config, as an option (titanlite config NAME prints a run with all of them):"
         return f"{super().format_help()}\n{title}\n\n{keys_help()}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,18 @@ from pydantic import ValidationError
 from titanlite import __version__
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
+from titanlite.data.phase import RunData
 
 if TYPE_CHECKING:
     from titanlite.parallel.runtime import Ranks
 
 # Keys that say where things are on a machine: nodes may differ in them.
 _PLACES = {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path"}
+
+# Keys of [data] that no token depends on.
+_NOT_CONTENT = {"data.epochs", "data.prepare_workers", "data.num_workers", "data.cache_dir", "data.allow_change"}
+# Keys that can change what is learned from the same tokens.
+_MARKS = {f"tokenizer.{key}" for key in ("add_bos", "add_eos", "bos_token", "eos_token")} | {"data.document_mask"}
 
 
 def check_ranks_agree(config: Config, data: str, ranks: Ranks) -> None:
@@ -41,30 +47,58 @@ def check_ranks_agree(config: Config, data: str, ranks: Ranks) -> None:
         raise InputError(problems)
 
 
-def check_same_run(manifest: Mapping[str, Any], path: Path, *, config: Config, data: str) -> list[str]:
+def check_same_run(manifest: Mapping[str, Any], path: Path, *, config: Config, data: RunData) -> list[str]:
     """What else differs from the checkpoint's run, in words. Raises InputError if it is another model, seed or data.
 
-    manifest: of the checkpoint at `path`. data: this run's fingerprint.
+    With data.allow_change other sources, weights and document marks are accepted, and what changes in the sources is
+    left to data/phase.py to say. manifest: of the checkpoint at `path`. data: the first phase of what config names.
     """
     saved = manifest["config"]
     with suppress(ValidationError):  # a key that has come since had its default then
         saved = Config.model_validate(saved).model_dump(mode="json")
     old, new = flatten(saved), flatten(config.model_dump(mode="json"))
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    fix = "set it back to resume, or start anew under another run.name"
-    refused = [
-        Problem(str(path), key, repr(new.get(key)), f"{old.get(key)!r}, as in the checkpoint", fix)
-        for key in differing
-        if key.startswith("model.") or key == "run.seed"
-    ]
-    fingerprint = manifest["train_state"]["data_fingerprint"]
-    if not refused and fingerprint != data:
-        keys = [key for key in differing if key.startswith(("data.", "tokenizer.", "training.seq_len"))]
-        allowed = f"{fingerprint[:16]}, as in the checkpoint: the same text, tokenizer, weights and seq_len"
-        refused = [Problem(str(path), ", ".join(keys) or "data", f"data fingerprint {data[:16]}", allowed, fix)]
+    refused = _other_run(manifest["train_state"], str(path), old, new, differing, data)
     if refused:
         raise InputError(refused)
-    return [f"{key} was {old.get(key)!r}, is now {new.get(key)!r}" for key in differing]
+    same_data = manifest["train_state"]["data_fingerprint"] == data.fingerprint
+    told_elsewhere = {"data.allow_change"} | (set() if same_data else {"data.sources"})
+    return [f"{key} was {old.get(key)!r}, is now {new.get(key)!r}" for key in differing if key not in told_elsewhere]
+
+
+def _other_run(
+    train_state: Mapping[str, Any],
+    where: str,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    differing: Sequence[str],
+    data: RunData,
+) -> list[Problem]:
+    """What makes it another run than the checkpoint's. old, new: the flat configs; differing: their keys."""
+    fix = "set it back to resume, or start anew under another run.name"
+    allow = f"{fix}, or accept it from here on with --data.allow_change true"
+    record, fingerprint = train_state.get("data"), train_state["data_fingerprint"]
+    allowed_to_change = new["data.allow_change"]
+
+    problems = []
+    for key in differing:
+        always = key.startswith("model.") or key in ("run.seed", "training.seq_len")
+        if always or (key in _MARKS and not allowed_to_change):
+            allowed = f"{old.get(key)!r}, as in the checkpoint"
+            problems.append(Problem(where, key, repr(new.get(key)), allowed, fix if always else allow))
+    if record is not None and record["tokenizer"] != data.tokenizer:
+        got = f"{new['tokenizer.path']!r} (sha256 {data.tokenizer[:12]}…)"
+        allowed = f"{old.get('tokenizer.path')!r} (sha256 {record['tokenizer'][:12]}…), as in the checkpoint"
+        problems.append(Problem(where, "tokenizer.path", got, allowed, fix))
+
+    if problems or fingerprint == data.fingerprint or (allowed_to_change and record is not None):
+        return problems
+    keys = [key for key in differing if key.startswith(("data.", "tokenizer.")) and key not in _NOT_CONTENT]
+    got = f"data fingerprint {data.fingerprint[:16]}"
+    allowed = f"{fingerprint[:16]}, as in the checkpoint: the same text, tokenizer, weights and seq_len"
+    if allowed_to_change:
+        allowed += ", since this older checkpoint does not say how far each source was read"
+    return [Problem(where, ", ".join(keys) or "data", got, allowed, fix if record is None else allow)]
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

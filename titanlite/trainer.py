@@ -18,7 +18,8 @@ from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_batch
 from titanlite.config.load import dump
 from titanlite.config.schema import Config
-from titanlite.data.loader import Batch, ValidationData, build_train_loader, data_fingerprint
+from titanlite.data.loader import Batch, ValidationData, build_train_loader
+from titanlite.data.phase import first_phase, resume
 from titanlite.data.prepare import prepare
 from titanlite.files import write_atomically
 from titanlite.identity import check_ranks_agree, check_same_run
@@ -117,11 +118,14 @@ class Trainer:
             report=(lambda message: None) if has_launcher() else self._say,  # which has shown it already
             validation=config.validation.enable,
         )
-        self.data_fingerprint = data_fingerprint(self.prepared, seq_len=config.training.seq_len, seed=config.run.seed)
-        check_ranks_agree(config, self.data_fingerprint, self.ranks)
+        paths = [source.path for source in config.data.sources]
+        self.data = first_phase(self.prepared, paths, seq_len=config.training.seq_len, seed=config.run.seed)
+        check_ranks_agree(config, self.data.fingerprint, self.ranks)
         self.validation = None
         if config.validation.enable:
-            self.validation = ValidationData(self.prepared, config.training.seq_len, config.validation.samples)
+            self.validation = ValidationData(
+                self.prepared, config.training.seq_len, config.validation.samples, self.prepared.document_marks
+            )
             self.token_bytes = self.validation.token_bytes.to(self.ranks.device)
 
     def _build_checkpoints(self) -> None:
@@ -146,9 +150,13 @@ class Trainer:
                 self._say(f"{newest} goes on from {given}: resuming that")
                 self.resume_path, manifest = newest, since
             manifest["train_state"]["resumed_from"] = given
-        for difference in check_same_run(manifest, self.resume_path, config=self.config, data=self.data_fingerprint):
+        for difference in check_same_run(manifest, self.resume_path, config=self.config, data=self.data):
             self._say(f"resume: {difference}")
-        self.state = TrainState(**{f.name: manifest["train_state"][f.name] for f in dataclasses.fields(TrainState)})
+        train_state = manifest["train_state"]
+        self.state = TrainState(**{f.name: train_state[f.name] for f in dataclasses.fields(TrainState)})
+        self.data, changes = resume(train_state, self.data)
+        for change in changes:
+            self._say(change)
 
     def _write_config(self) -> None:
         """Only now is it known that the run may go on: a refused start leaves the run's description alone."""
@@ -221,6 +229,8 @@ class Trainer:
             local_batch_size=plan.local_batch_size,
             start_sample=self.state.samples,
             pin_memory=ranks.device.type == "cuda",
+            phase=self.data.phase,
+            document_marks=self.prepared.document_marks,
         )
 
     # ---- the loop ----------------------------------------------------------------------------------------------
@@ -347,7 +357,11 @@ class Trainer:
         manifest = {
             "layout": dataclasses.asdict(self.ranks.layout),
             "config": self.config.model_dump(mode="json"),
-            "train_state": {**dataclasses.asdict(self.state), "data_fingerprint": self.data_fingerprint},
+            "train_state": {
+                **dataclasses.asdict(self.state),
+                "data_fingerprint": self.data.fingerprint,
+                "data": self.data.record(),
+            },
         }
         with self.throughput.pause():
             self.checkpoints.save(self.state.step, self._tensors(), manifest, wait=wait)

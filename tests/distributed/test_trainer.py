@@ -15,6 +15,7 @@ from tests.harness.distributed import run_distributed
 from tests.harness.training import merge
 from tests.parity.harness import BASE, ONE_PROCESS, data_section, make_text
 from titanlite.config.schema import Config
+from titanlite.data.documents import document_numbers
 from titanlite.data.loader import Batch
 from titanlite.parallel import runtime
 from titanlite.trainer import DeferredScalars, Trainer
@@ -56,14 +57,31 @@ def _train(sections: Sections) -> dict[str, Any]:
     }
 
 
-def train(text: Path, folder: Path, sections: Sections) -> dict[str, Any]:
+def _validate(sections: Sections) -> tuple[float, float, int]:
+    """Validation's loss; that of every document alone, at its place in the row; and how many there are."""
+    config = Config.model_validate(sections)
+    trainer = Trainer(config, runtime.start(config.comm, config.run, config.parallelism))
+    nats, targets, n = 0.0, 0, 0
+    assert trainer.validation is not None
+    for batch in trainer.validation.batches(0, 1, 1):
+        (tokens,), (labels,) = batch["tokens"].numpy(), batch["labels"]
+        numbers = torch.from_numpy(document_numbers(tokens, -1, 2))  # the text's tokenizer has 2 as EOS
+        for number in range(int(numbers[-1]) + 1):
+            positions = (numbers == number).nonzero()[:, 0]
+            with torch.no_grad():
+                nats += trainer.model.module(batch["tokens"][:, positions], labels[None, positions], positions).item()
+            targets, n = targets + len(positions), n + 1
+    return trainer.validate()["validation_loss"], nats / targets, n
+
+
+def train(text: Path, folder: Path, sections: Sections, worker: Any = _train) -> Any:
     here: Sections = {
         "tokenizer": {"path": str(text / "tokenizer.model")},
         "data": data_section(text),
         "run": {"output_dir": str(folder), "name": "run"},
         "validation": {"enable": False},
     }
-    return run_distributed(_train, 1, merge(BASE, ONE_PROCESS.sections, here, sections), timeout=120)[0]
+    return run_distributed(worker, 1, merge(BASE, ONE_PROCESS.sections, here, sections), timeout=120)[0]
 
 
 def test_rows_come_at_the_first_every_nth_and_the_last_step(text: Path, tmp_path: Path) -> None:
@@ -91,6 +109,15 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(
     assert seen["collecting"] == [gc_freq == 0] * 10
     assert len(seen["collected"]) == collected
     assert seen["after"]
+
+
+def test_validation_stays_within_documents_when_they_are_masked(text: Path, tmp_path: Path) -> None:
+    sections: Sections = {"validation": {"enable": True, "samples": 0}}
+    plain, alone, _ = train(text, tmp_path / "a", sections, _validate)
+    masked, same, documents = train(text, tmp_path / "b", merge(sections, {"data": {"document_mask": True}}), _validate)
+    assert documents > 46, "some of the 46 samples have two"
+    assert masked == pytest.approx(alone, rel=1e-6) and alone == same
+    assert abs(plain / alone - 1) > 1e-5
 
 
 def test_deferred_scalars_are_exact() -> None:

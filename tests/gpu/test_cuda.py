@@ -6,11 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.harness.distributed import run_spawned
 from tests.harness.training import merge
-from tests.parity.harness import BASE, ONE_PROCESS, STEPS, Record, _record, data_section, make_text, run, worst
+from tests.parity.harness import (
+    BASE,
+    MASKED,
+    ONE_PROCESS,
+    STEPS,
+    Record,
+    Sections,
+    _record,
+    data_section,
+    make_text,
+    run,
+    worst,
+)
+from tests.unit.model.helpers import difference
+from tests.unit.model.test_document_mask import attended, heads, numbers
 from titanlite.config.schema import RunConfig
+from titanlite.model.attention import document_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -25,9 +41,9 @@ def reference(text: Path) -> Record:
     return run(ONE_PROCESS, text)[0]
 
 
-def on_cuda(text: Path, world_size: int, **training: object) -> list[Record]:
+def on_cuda(text: Path, world_size: int, more: Sections | None = None, **training: object) -> list[Record]:
     data = {"tokenizer": {"path": str(text / "tokenizer.model")}, "data": data_section(text)}
-    sections = merge(BASE, data, {"run": {"device": "cuda"}, "training": training})
+    sections = merge(BASE, data, {"run": {"device": "cuda"}, "training": training}, more or {})
     return run_spawned(_record, world_size, sections, "", run=RunConfig(device="cuda"))
 
 
@@ -39,6 +55,22 @@ def test_float32_on_cuda_follows_the_cpu(world_size: int, text: Path, reference:
     assert len(records[0].losses) == STEPS
     found = worst(records, reference)
     assert found["loss"] < 1e-5 and found["norm"] < 1e-4, found
+
+
+def test_document_masks_on_cuda_follow_the_cpu(text: Path) -> None:
+    found = worst(on_cuda(text, 1, MASKED), run(ONE_PROCESS, text, sections=MASKED)[0])
+    assert found["loss"] < 1e-5 and found["norm"] < 1e-4, found
+
+
+@pytest.mark.parametrize("length", [640, 641])  # SDPA pads a mask whose rows are not a multiple of 16
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_a_fused_cuda_kernel_takes_the_document_mask(length: int, dtype: torch.dtype, tolerance: float) -> None:
+    documents = numbers((length,), (600, length - 600))
+    tensors = heads(2, length, 6, 2, dtype)
+    wanted = attended(tensors, document_mask(documents, dtype))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):  # anything else raises
+        got = attended([x.cuda() for x in tensors], document_mask(documents.cuda(), dtype))
+    assert max(difference(a.cpu(), b) for a, b in zip(got, wanted, strict=True)) < tolerance
 
 
 def test_bfloat16_on_cuda_learns(text: Path, reference: Record) -> None:

@@ -20,3 +20,8 @@ def reference(text: Path) -> harness.Record:
 @pytest.fixture(scope="session")
 def tied_reference(text: Path) -> harness.Record:
     return harness.run(harness.ONE_PROCESS, text, sections=harness.TIED)[0]
+
+
+@pytest.fixture(scope="session")
+def masked_reference(text: Path) -> harness.Record:
+    return harness.run(harness.ONE_PROCESS, text, sections=harness.MASKED)[0]

@@ -64,6 +64,7 @@ BASE: Sections = {
     "metrics": {"log_freq": 1, "enable_tensorboard": False, "peak_tflops": 1.0},
 }
 TIED: Sections = {"model": {"tie_word_embeddings": True, "qk_norm": True}}
+MASKED: Sections = {"data": {"document_mask": True}}
 
 
 @dataclass(frozen=True)

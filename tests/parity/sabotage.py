@@ -27,14 +27,15 @@ from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runt
 class Fault:
     layout: str
     plant: Callable[[], None]
+    masked: bool = False  # planted in a run with document masks
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(layout: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def fault(layout: str, masked: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(plant: Callable[[], None]) -> Callable[[], None]:
-        FAULTS[plant.__name__] = Fault(layout, plant)
+        FAULTS[plant.__name__] = Fault(layout, plant, masked)
         return plant
 
     return add
@@ -188,6 +189,29 @@ def validation_counts_its_padding() -> None:
     _set(loader.ValidationData, "batches", unpadded)
 
 
+@fault("ddp 2, accumulation 4", masked=True)
+def one_rank_has_no_documents() -> None:
+    right = parallelize.ParallelModel._inputs
+
+    def forgetful(self: Any, batch: Any) -> Any:
+        inputs = right(self, batch)
+        if dist.get_rank() == 1:
+            del inputs["documents"]
+        return inputs
+
+    _set(parallelize.ParallelModel, "_inputs", forgetful)
+
+
+@fault("fsdp 2", masked=True)
+def validation_has_no_documents() -> None:
+    right = loader.ValidationData.batches
+
+    def forgetful(self: Any, *args: Any) -> Any:
+        return ({key: batch[key] for key in batch if key != "documents"} for batch in right(self, *args))
+
+    _set(loader.ValidationData, "batches", forgetful)
+
+
 # ---- weights and updates
 
 
@@ -252,7 +276,7 @@ def padding_rows_count_as_words() -> None:
 @fault("ddp 2")
 def kv_heads_are_swapped() -> None:
     right = attention.causal_attention
-    _set(attention, "causal_attention", lambda q, k, v: right(q, k.roll(1, dims=1), v.roll(1, dims=1)))
+    _set(attention, "causal_attention", lambda q, k, v, mask: right(q, k.roll(1, 1), v.roll(1, 1), mask))
 
 
 @fault("fsdp 2")
@@ -273,3 +297,27 @@ def recomputation_sees_other_rotary_angles() -> None:
         return right(x, cos, sin * 1.001) if recomputing else right(x, cos, sin)
 
     _set(attention, "apply_rope", drifting)
+
+
+@fault("fsdp 2", masked=True)
+def documents_start_one_token_late() -> None:
+    right = transformer.document_mask
+
+    def late(documents: Tensor, dtype: torch.dtype) -> Tensor:
+        return right(torch.cat((documents[:, :1], documents[:, :-1]), dim=1), dtype)
+
+    _set(transformer, "document_mask", late)
+
+
+@fault("fsdp 2, accumulation 2, full recomputation", masked=True)
+def recomputation_has_the_causal_mask_only() -> None:
+    right = attention.Attention.forward
+    calls = [0]
+
+    def forgetful(self: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        # 3 blocks: 3 calls in the forward pass of a microbatch, then 3 in its recomputation.
+        recomputing = calls[0] % 6 >= 3
+        calls[0] += 1
+        return right(self, x, cos, sin, torch.full_like(mask, -torch.inf).triu(1) if recomputing else mask)
+
+    _set(attention.Attention, "forward", forgetful)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.parity.harness import LAYOUTS, STEPS, TIED, Record, deviations, run, worst
+from tests.parity.harness import LAYOUTS, MASKED, STEPS, TIED, Record, deviations, run, worst
 
 
 def test_reference_is_a_real_run(reference: Record) -> None:
@@ -30,6 +30,23 @@ def test_layout_changes_nothing(name: str, text: Path, reference: Record, record
 @pytest.mark.parametrize("name", ["ddp 3", "fsdp 3", "hsdp 2x2, zero 2, accumulation 2", "accumulation 4"])
 def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, tied_reference: Record) -> None:
     assert not deviations(run(LAYOUTS[name], text, sections=TIED), tied_reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ddp 2, accumulation 4", "fsdp 2, accumulation 2, full recomputation", "hsdp 2x2"],
+)
+def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path, masked_reference: Record) -> None:
+    records = run(LAYOUTS[name], text, sections=MASKED)
+    print(name, worst(records, masked_reference))
+    assert not deviations(records, masked_reference)
+
+
+def test_document_masks_change_the_run(reference: Record, masked_reference: Record) -> None:
+    """All else is the same, so that the comparison above is one of masks."""
+    assert masked_reference.init_hash == reference.init_hash and masked_reference.sample_ids == reference.sample_ids
+    assert all(a != b for a, b in zip(masked_reference.losses, reference.losses, strict=True))
+    assert worst([masked_reference], reference)["gradient"] > 1e-3
 
 
 def test_loader_processes_change_nothing(text: Path, reference: Record) -> None:

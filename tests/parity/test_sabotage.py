@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.harness import LAYOUTS, Record, deviations, run
+from tests.parity.harness import LAYOUTS, MASKED, Record, deviations, run
 from tests.parity.sabotage import FAULTS
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name: str, text: Path, reference: Record) -> None:
-    found = deviations(run(LAYOUTS[FAULTS[name].layout], text, fault=name), reference)
+def test_fault_is_caught(name: str, text: Path, reference: Record, masked_reference: Record) -> None:
+    fault = FAULTS[name]
+    clean, sections = (masked_reference, MASKED) if fault.masked else (reference, {})
+    found = deviations(run(LAYOUTS[fault.layout], text, sections=sections, fault=name), clean)
     print(name, found[:2])
     assert found, f"{name} went unnoticed"

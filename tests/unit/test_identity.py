@@ -9,6 +9,7 @@ import pytest
 
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
+from titanlite.data.phase import RunData, SourceState
 from titanlite.identity import check_ranks_agree, check_same_run
 
 SECTIONS: dict[str, Any] = {
@@ -22,38 +23,105 @@ def config(**changes: dict[str, Any]) -> Config:
     return Config.model_validate({name: SECTIONS.get(name, {}) | changes.get(name, {}) for name in SECTIONS | changes})
 
 
-def manifest(saved: Config, data: str = "d1") -> dict[str, Any]:
-    return {"config": saved.model_dump(mode="json"), "train_state": {"data_fingerprint": data}}
+def data(source: str = "d1", *, tokenizer: str = "t1") -> RunData:
+    return RunData(0, (SourceState("text", source, 100, 1024, 0, 0),), (), tokenizer, 8, 0)
+
+
+def manifest(saved: Config, of: RunData | None = None) -> dict[str, Any]:
+    of = of or data()
+    state = {"data_fingerprint": of.fingerprint, "data": of.record()}
+    return {"config": saved.model_dump(mode="json"), "train_state": state}
+
+
+def older(saved: Config) -> dict[str, Any]:
+    """Of a titanlite whose runs could not change their data."""
+    old = manifest(saved)
+    del old["train_state"]["data"]
+    return old
+
+
+ALLOWED: dict[str, Any] = {"data": {"allow_change": True}}
+
+
+def with_data(changes: dict[str, Any], **keys: Any) -> Config:
+    return config(**{**changes, "data": {**changes.get("data", {}), **keys}})
 
 
 def test_what_may_change_is_told() -> None:
     now = config(training={"steps": 20}, optimizer={"lr": 1e-3})
-    told = check_same_run(manifest(config()), Path("c"), config=now, data="d1")
+    told = check_same_run(manifest(config()), Path("c"), config=now, data=data())
     assert told == ["optimizer.lr was 0.0003, is now 0.001", "training.steps was 10, is now 20"]
 
 
+@pytest.mark.parametrize("allow_change", [False, True])
 @pytest.mark.parametrize(
-    ("changes", "data", "key"),
+    ("changes", "now", "key", "got", "allowed"),
     [
-        ({"model": {"dim": 16}}, "d1", "model.dim"),
-        ({"run": {"seed": 1}}, "d2", "run.seed"),
-        ({"training": {"seq_len": 4}}, "d2", "training.seq_len"),
-        ({}, "d2", "data"),
+        ({"model": {"dim": 16}}, data(), "model.dim", "16", "8"),
+        ({"run": {"seed": 1}}, data("d2"), "run.seed", "1", "42"),
+        ({"training": {"seq_len": 4}}, data("d2"), "training.seq_len", "4", "8"),
+        ({"tokenizer": {"path": "x"}}, data("d2", tokenizer="t2"), "tokenizer.path", "'x' (sha256 t2…)",
+         "'embedded' (sha256 t1…)"),
+    ],
+)  # fmt: skip
+def test_another_run_is_refused(
+    changes: dict[str, Any], now: RunData, key: str, got: str, allowed: str, allow_change: bool
+) -> None:
+    with pytest.raises(InputError) as caught:
+        changed = with_data(changes, allow_change=allow_change)
+        check_same_run(manifest(config()), Path("c"), config=changed, data=now)
+    (problem,) = caught.value.problems
+    assert problem.key == key and problem.got == got and problem.where == "c"
+    assert problem.allowed == f"{allowed}, as in the checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "key"),
+    [
+        ({}, data("d2"), "data"),
+        ({"data": {"sources": [{"path": "b"}], "num_workers": 2, "epochs": 1}}, data("d2"), "data.sources"),
+        ({"data": {"document_mask": True}}, data(), "data.document_mask"),
+        ({"tokenizer": {"add_bos": True}}, data(), "tokenizer.add_bos"),
+        ({"tokenizer": {"add_eos": False}}, data("d2"), "tokenizer.add_eos"),
+        ({"tokenizer": {"eos_token": "</s>"}}, data(), "tokenizer.eos_token"),
     ],
 )
-def test_another_run_is_refused(changes: dict[str, Any], data: str, key: str) -> None:
+def test_other_data_is_refused_unless_allowed(changes: dict[str, Any], now: RunData, key: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_same_run(manifest(config()), Path("c"), config=config(**changes), data=data)
+        check_same_run(manifest(config()), Path("c"), config=config(**changes), data=now)
     (problem,) = caught.value.problems
-    assert problem.key == key and "as in the checkpoint" in problem.allowed and problem.where == "c"
+    assert problem.key == key and "as in the checkpoint" in problem.allowed
+    assert "set it back" in problem.fix and "--data.allow_change true" in problem.fix
+    allowed = with_data(changes, allow_change=True)
+    told = check_same_run(manifest(config()), Path("c"), config=allowed, data=now)
+    assert not [line for line in told if line.startswith(("data.allow_change", "data.sources"))], "told by phase.py"
+    if key not in ("data", "data.sources"):
+        assert any(line.startswith(f"{key} was ") for line in told)
+
+
+def test_the_same_data_under_allow_change_says_nothing_and_a_moved_path_is_told() -> None:
+    assert check_same_run(manifest(config()), Path("c"), config=config(**ALLOWED), data=data()) == []
+    moved = with_data(ALLOWED, sources=[{"path": "moved"}])
+    (told,) = check_same_run(manifest(config()), Path("c"), config=moved, data=data())
+    assert told.startswith("data.sources was ") and "moved" in told
+
+
+def test_an_older_checkpoint_goes_on_with_the_same_data_only() -> None:
+    for changes in ({}, ALLOWED):
+        assert check_same_run(older(config()), Path("c"), config=config(**changes), data=data()) == []
+        with pytest.raises(InputError) as caught:
+            check_same_run(older(config()), Path("c"), config=config(**changes), data=data("d2"))
+        (problem,) = caught.value.problems
+        assert ("how far each source was read" in problem.allowed) is bool(changes)
+        assert ("allow_change" in problem.fix) is False
 
 
 def test_a_key_that_has_come_since_had_its_default() -> None:
     old = manifest(config())
     del old["config"]["model"]["qk_norm"]
-    assert check_same_run(old, Path("c"), config=config(), data="d1") == []
+    assert check_same_run(old, Path("c"), config=config(), data=data()) == []
     with pytest.raises(InputError, match=r"model\.qk_norm"):
-        check_same_run(old, Path("c"), config=config(model={"qk_norm": True}), data="d1")
+        check_same_run(old, Path("c"), config=config(model={"qk_norm": True}), data=data())
 
 
 class World:

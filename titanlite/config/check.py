@@ -6,6 +6,7 @@ all of it at once.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,9 +67,12 @@ def _available_degrees(loaded: Loaded) -> list[Problem]:
 
 
 def _empty_texts(loaded: Loaded) -> list[Problem]:
-    keys = [name for name, key in KEYS.items() if key.kind == "text" and not key.in_list and name != "run.name"]
-    empty = [key for key in keys if not _value(loaded, key)]
-    empty += [f"data.sources.{i}.path" for i, source in enumerate(loaded.config.data.sources) if not source.path]
+    """Where "" is a key's default it means something of its own."""
+    texts = {name: key.field.default for name, key in KEYS.items() if key.kind == "text" and not key.in_list}
+    empty = [name for name, default in texts.items() if default and not _value(loaded, name)]
+    for i, source in enumerate(loaded.config.data.sources):
+        fields = type(source).model_fields.items()
+        empty += [f"data.sources.{i}.{name}" for name, field in fields if field.default and getattr(source, name) == ""]
     return [_problem(loaded, key, "text that is not empty", "remove the key for its default", '""') for key in empty]
 
 
@@ -124,6 +128,10 @@ def _sources(loaded: Loaded) -> list[Problem]:
             fix = "give the path once, with the sum of the weights"
             problems.append(_problem(loaded, f"data.sources.{i}.path", allowed, fix, shown(source.path)))
         first.setdefault(place, i)
+        if source.validation_path and source.path == source.validation_path:
+            fix = "leave it out for data.validation_fraction of the documents"
+            key = f"data.sources.{i}.validation_path"
+            problems.append(_problem(loaded, key, "another path than the source's own", fix, shown(source.path)))
     if sum(source.weight for source in sources) == float("inf"):
         fix = "weights are relative: divide all of them"
         return [*problems, _problem(loaded, "data.sources", "weights with a finite sum", fix, "weights too large")]
@@ -139,10 +147,19 @@ def _sources(loaded: Loaded) -> list[Problem]:
 
 def _validation(loaded: Loaded) -> list[Problem]:
     config = loaded.config
-    if not config.validation.enable or config.data.validation_fraction > 0:
+    held_out = config.data.validation_fraction > 0 or any(source.validation_path for source in config.data.sources)
+    if not config.validation.enable or held_out:
         return []
-    fix = "hold documents out, or set validation.enable = false"
+    fix = "hold documents out, give a source a validation_path, or set validation.enable = false"
     return [_problem(loaded, "data.validation_fraction", "more than 0 while validation.enable is true", fix)]
+
+
+def _document_mask(loaded: Loaded) -> list[Problem]:
+    config = loaded.config
+    if not config.data.document_mask or config.tokenizer.add_bos or config.tokenizer.add_eos:
+        return []
+    fix = "set tokenizer.add_eos = true: documents are told apart by their marks"
+    return [_problem(loaded, "data.document_mask", "false while tokenizer.add_bos and add_eos are false", fix)]
 
 
 def _folders(loaded: Loaded) -> list[Problem]:
@@ -162,6 +179,7 @@ RULES: tuple[Rule, ...] = (
     _tokenizer,
     _sources,
     _validation,
+    _document_mask,
     _folders,
 )
 
@@ -183,10 +201,12 @@ def file_problems(loaded: Loaded) -> list[Problem]:
     config = loaded.config
     problems = []
     for i, source in enumerate(config.data.sources):
-        if source.path and source.path != EMBEDDED:
-            problems += _source_files(loaded, f"data.sources.{i}.path", source.path)
+        for name in ("path", "validation_path"):
+            path = getattr(source, name)
+            if path and path != EMBEDDED:
+                problems += _input(loaded, f"data.sources.{i}.{name}", path)
     if config.tokenizer.path and config.tokenizer.path != EMBEDDED:
-        problems += _file(loaded, "tokenizer.path", config.tokenizer.path, "a sentencepiece .model file")
+        problems += _input(loaded, "tokenizer.path", config.tokenizer.path)
     for key, folder in (("run.output_dir", run_folder(loaded)), ("data.cache_dir", Path(config.data.cache_dir))):
         obstacle = _cannot_write(folder)
         if obstacle and str(folder) not in ("", "."):
@@ -208,28 +228,19 @@ def device_problems(loaded: Loaded, gpus: int, nproc: int | None) -> list[Proble
     return []
 
 
-def _source_files(loaded: Loaded, key: str, path: str) -> list[Problem]:
-    if os.path.isdir(path):
-        if not os.access(path, os.R_OK | os.X_OK):
-            return [_problem(loaded, key, "a folder that can be read", "change its permissions", shown(path))]
-        if any(os.path.isfile(os.path.join(path, part, "meta.json")) for part in ("", "train")):
-            return []
-        if any(p.suffix.lower() == ".txt" for p in Path(path).rglob("*")):
-            return []
-        allowed = "a folder of .txt files, or of token shards with their meta.json"
-        return [_problem(loaded, key, allowed, "this folder has neither", shown(path))]
-    if os.path.exists(path) and not path.lower().endswith(".txt"):
-        allowed = "a .txt file, a folder of them, or a folder of token shards"
-        return [_problem(loaded, key, allowed, "rename the file, or give its folder", shown(path))]
-    return _file(loaded, key, path, "a .txt file or a folder that exists")
-
-
-def _file(loaded: Loaded, key: str, path: str, allowed: str) -> list[Problem]:
-    if os.path.isfile(path) and os.access(path, os.R_OK):
-        return []
+def _input(loaded: Loaded, key: str, path: str) -> list[Problem]:
+    """A file, a folder or a glob. What is in it is looked at when the data is prepared, still before any worker."""
+    allowed = "a file, a folder or a glob that exists and can be read"
     if os.path.exists(path):
-        fix = "this is a folder" if os.path.isdir(path) else "this file cannot be read"
+        folder = os.path.isdir(path)
+        if os.access(path, os.R_OK | (os.X_OK if folder else 0)):
+            return []
+        fix = f"change its permissions: this {'folder' if folder else 'file'} cannot be read"
         return [_problem(loaded, key, allowed, fix, shown(path))]
+    if glob.has_magic(path):
+        if next(glob.iglob(path, recursive=True), None) is not None:
+            return []
+        return [_problem(loaded, key, allowed, "nothing matches this pattern", shown(path))]
     return [_problem(loaded, key, allowed, _not_there(path), shown(path))]
 
 
@@ -274,7 +285,7 @@ def _resume(loaded: Loaded) -> list[Problem]:
 def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
-    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded)
+    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded) + _mask_warnings(loaded)
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
@@ -347,6 +358,16 @@ def _schedule_warnings(loaded: Loaded) -> list[str]:
     if schedule.decay_ratio == 0 and idle:
         found.append(f"{', '.join(idle)}: ignored while lr_scheduler.decay_ratio is 0.")
     return found
+
+
+def _mask_warnings(loaded: Loaded) -> list[str]:
+    seq_len = loaded.config.training.seq_len
+    if not loaded.config.data.document_mask or seq_len % 16 == 0:
+        return []
+    return [
+        f"data.document_mask with training.seq_len = {seq_len}, which 16 does not divide: on a GPU every layer then "
+        "keeps a mask for each of its heads."
+    ]
 
 
 def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:

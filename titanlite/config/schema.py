@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 EMBEDDED = "embedded"  # the path that means the text, or the tokenizer, that comes with the environment
 EMBEDDED_VOCAB_SIZE = 4096
@@ -32,6 +32,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _no_nul(cls, value: object) -> object:
+        """No path can have a NUL character, and every call of the system that gets one raises."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("a NUL character")
+        return value
 
 
 class RunConfig(Section):
@@ -92,19 +100,37 @@ class ModelConfig(Section):
 
 class TokenizerConfig(Section):
     path: str = Field(
-        EMBEDDED, description='A sentencepiece .model file. "embedded": 4096 pieces trained from the embedded text.'
+        EMBEDDED,
+        description="A sentencepiece .model file, or a Hugging Face tokenizer.json or its folder. "
+        '"embedded": 4096 pieces trained from the embedded text.',
     )
     add_bos: bool = Field(False, description="Put the tokenizer's BOS id before every document.")
     add_eos: bool = Field(True, description="Put the tokenizer's EOS id after every document.")
+    bos_token: str = Field(
+        "", description="The piece that is BOS. Empty: the one that the tokenizer's own files name, if they do."
+    )
+    eos_token: str = Field(
+        "", description="The piece that is EOS. Empty: the one that the tokenizer's own files name, if they do."
+    )
 
 
 class SourceConfig(Section):
     path: str = Field(
         EMBEDDED,
-        description="A folder of token shards, or a .txt file or a folder of them (one document a file). "
+        description="Text (.txt, .jsonl, .parquet; .gz and .zst of the first two) or token files (shards that "
+        "`titanlite prepare` wrote, .bin of nanoGPT, llm.c or Megatron): a file, a folder or a glob. "
         '"embedded": the Python source of the installed sympy.',
     )
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Share of samples, relative to the other sources.")
+    text_key: str = Field("text", description="Key (.jsonl) or column (.parquet) that holds a document's text.")
+    separator: str = Field(
+        "", description="What parts the documents of a .txt file, such as <|endoftext|>. Empty: a file is one document."
+    )
+    validation_path: str = Field(
+        "",
+        description="Held-out text or tokens of this source, read as path is. Empty: data.validation_fraction of the "
+        "documents of a text, or what lies beside the tokens.",
+    )
 
 
 class DataConfig(Section):
@@ -120,6 +146,19 @@ class DataConfig(Section):
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.01, description="Share of documents, chosen by their hash when tokenising, that is held out for validation."
     )
+    document_mask: bool = Field(
+        False,
+        description="Attention stays within a document; positions are not reset. Needs tokenizer.add_bos or add_eos.",
+    )
+    allow_change: bool = Field(
+        False,
+        description="At resume, accept other sources and weights than the checkpoint's (annealing): kept sources go on "
+        "where they were, new ones start at their beginning. Gives up that this file alone reproduces the run.",
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        "stop", description='What a record that cannot be read does: "stop", or "skip", which counts and reports it.'
+    )
+    prepare_workers: NonNegative = Field(0, description="Processes that tokenise text on first use. 0: one per core.")
     num_workers: NonNegative = Field(0, description="Loader processes per rank. 0: read in the training process.")
     cache_dir: str = Field("outputs/cache", description="Where tokenised text and trained tokenizers are kept.")
 

@@ -124,6 +124,8 @@ def _fix(key: Key, value: object, where: str) -> str:
             return f"did you mean {shown(OTHER_VALUES[value.lower()])}?"
         close = texts.get(nearest(str(value).lower(), texts) or "") if isinstance(value, str) else None
         return f"did you mean {shown(close)}?" if close is not None else "give one of these"
+    if key.kind == "text" and isinstance(value, str):
+        return "remove the NUL characters, which no path can have"
     if key.kind == "text":
         return f'write "{shown(value)}", in quotes' if isinstance(value, (int, float)) else "write text, in quotes"
     if key.kind == "boolean":

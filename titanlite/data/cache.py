@@ -1,7 +1,8 @@
 """The cache of prepared data: entries that are whole or absent, one builder at a time. Torch-free.
 
 An entry is a folder named by its content key. It is built beside its place, flushed to disk and renamed there, so a
-killed or failed build leaves nothing that counts; locks are advisory `flock`s, which end with their process.
+killed or failed build leaves nothing that counts, though what it leaves may be gone on with; locks are advisory
+`flock`s, which end with their process.
 """
 
 from __future__ import annotations
@@ -38,12 +39,20 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def get_or_build(
-    place: Path, is_whole: Callable[[Path], bool], build: Callable[[Path], None], *, what: str, report: Report
+    place: Path,
+    is_whole: Callable[[Path], bool],
+    build: Callable[[Path], None],
+    *,
+    what: str,
+    report: Report,
+    resumable: bool = False,
 ) -> None:
     """Make sure that the entry at `place` is there, building it at most once over all processes.
 
     is_whole(folder) says whether an existing folder may be used; one that may not is built again. build(folder) fills
-    an empty folder. Raises InputError when the cache cannot be written; what build raises passes through.
+    an empty folder; with `resumable` it gets what an earlier build left when it was killed or failed, and judges by
+    itself whether it can go on with that. Raises InputError when the cache cannot be written; what build raises passes
+    through.
     """
     if is_whole(place):
         return
@@ -59,15 +68,16 @@ def get_or_build(
                 os.rename(place, place.with_name(f"{place.name}.{os.getpid()}.tmp"))
             for leftover in place.parent.glob(f"{place.name}.*.tmp"):
                 shutil.rmtree(leftover)
-            temporary = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-            temporary.mkdir()
+            temporary = place.with_name(f"{place.name}.partial" if resumable else f"{place.name}.{os.getpid()}.tmp")
+            temporary.mkdir(exist_ok=resumable)
             try:
                 build(temporary)
                 for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
                     fsync_folder(folder)
                 os.rename(temporary, place)
             finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+                if not resumable:
+                    shutil.rmtree(temporary, ignore_errors=True)
             fsync_folder(place.parent)
     except OSError as error:
         got = f"{place.parent} ({error.strerror or error})"

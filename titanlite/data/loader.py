@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,27 +14,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import DataConfig
-from titanlite.data.order import SampleOrder, block_quotas
+from titanlite.data.documents import document_numbers
+from titanlite.data.foreign import open_tokens
+from titanlite.data.order import Phase, SampleOrder
 from titanlite.data.prepare import PreparedData
-from titanlite.data.shards import TokenShards
+from titanlite.data.shards import TokenArray
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.model.loss import IGNORED
 
 Batch = dict[str, Tensor]
-"""tokens int64 [B, S], labels int64 [B, S] (the next token, or IGNORED), sample_ids int64 [B] (-1: a row of padding)"""
-
-
-def data_fingerprint(prepared: PreparedData, *, seq_len: int, seed: int) -> str:
-    """sha256 over all that says which tokens sample k holds. `epochs` only says where the run ends, and is left out."""
-    content = {
-        "definition": 1,  # of order.py and of the windows
-        "sources": [source.fingerprint for source in prepared.sources],
-        "quotas": block_quotas([source.weight for source in prepared.sources]),
-        "tokenizer": prepared.tokenizer_fingerprint,
-        "seq_len": seq_len,
-        "seed": seed,
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+"""tokens int64 [B, S], labels int64 [B, S] (the next token, or IGNORED), sample_ids int64 [B] (-1: a row of padding);
+with document masks also documents int32 [B, S] (which document of its row each token is in, from 0)"""
 
 
 class TrainLoader:
@@ -49,7 +37,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        shards: Sequence[TokenShards],
+        shards: Sequence[TokenArray],
         order: SampleOrder,
         *,
         seq_len: int,
@@ -60,12 +48,13 @@ class TrainLoader:
         start_sample: int,
         num_workers: int,
         pin_memory: bool,
+        document_marks: tuple[int, int] | None = None,
     ) -> None:
         if global_batch_size % data_size or global_batch_size // data_size % local_batch_size:
             raise ValueError(
                 f"global_batch_size {global_batch_size} is not whole batches of {local_batch_size} on {data_size} ranks"
             )
-        assert 0 <= data_rank < data_size and start_sample >= 0
+        assert 0 <= data_rank < data_size and start_sample >= order.phase.start
         share = global_batch_size // data_size
         left = None if order.length is None else max(order.length - start_sample, 0)
         self.steps_left = None if left is None else left // global_batch_size
@@ -74,7 +63,7 @@ class TrainLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
             self._loader: StatefulDataLoader | None = StatefulDataLoader(
-                _Samples(shards, order, seq_len),
+                _Samples(shards, order, seq_len, document_marks),
                 batch_sampler=steps,
                 num_workers=num_workers,
                 collate_fn=_Microbatches(local_batch_size),
@@ -120,11 +109,18 @@ def build_train_loader(
     local_batch_size: int,
     start_sample: int,
     pin_memory: bool,
+    phase: Phase | None = None,
+    document_marks: tuple[int, int] | None = None,
 ) -> TrainLoader:
-    """The run's loader. pin_memory: for copies to a GPU. Raises ValueError when the batch sizes do not divide."""
-    shards = [TokenShards(source.train) for source in prepared.sources]
+    """The run's loader. Raises ValueError when the batch sizes do not divide.
+
+    pin_memory:     for copies to a GPU
+    phase:          of the run, that start_sample lies in; None: the first
+    document_marks: BOS and EOS id that tell documents apart (-1: not used); None: batches do not say "documents"
+    """
+    shards = [open_tokens(source.train) for source in prepared.sources]
     windows = [one.windows(seq_len) for one in shards]
-    order = SampleOrder(windows, [source.weight for source in prepared.sources], seed, data.epochs)
+    order = SampleOrder(windows, [source.weight for source in prepared.sources], seed, data.epochs, phase)
     return TrainLoader(
         shards,
         order,
@@ -136,20 +132,25 @@ def build_train_loader(
         start_sample=start_sample,
         num_workers=data.num_workers,
         pin_memory=pin_memory,
+        document_marks=document_marks,
     )
 
 
 class ValidationData:
     """The first `samples` held-out samples (0: all), sources in order; always the same ones, whatever the layout.
 
+    document_marks: as in build_train_loader
     n_samples:   how many there are
     token_bytes: int64 [vocab], bytes of text of each id, for bits per byte
     Raises InputError when there is not one whole sample.
     """
 
-    def __init__(self, prepared: PreparedData, seq_len: int, samples: int = 0) -> None:
+    def __init__(
+        self, prepared: PreparedData, seq_len: int, samples: int = 0, document_marks: tuple[int, int] | None = None
+    ) -> None:
         self._seq_len = seq_len
-        self._shards = [TokenShards(source.validation) for source in prepared.sources if source.validation]
+        self._document_marks = document_marks
+        self._shards = [open_tokens(source.validation) for source in prepared.sources if source.validation]
         self._ends = np.cumsum([shards.windows(seq_len) for shards in self._shards], dtype=np.int64)
         total = int(self._ends[-1]) if len(self._ends) else 0
         if not total:
@@ -170,19 +171,23 @@ class ValidationData:
                 windows[row] = self._shards[source].window(number - first, self._seq_len)
             sample_ids = np.full(local_batch_size, -1, dtype=np.int64)
             sample_ids[: len(numbers)] = numbers
-            batch = _batch(windows, sample_ids)
+            batch = _batch(windows, sample_ids, self._document_marks)
             batch["labels"][len(numbers) :] = IGNORED
             yield batch
 
 
-def _batch(windows: np.ndarray, sample_ids: np.ndarray) -> Batch:
+def _batch(windows: np.ndarray, sample_ids: np.ndarray, document_marks: tuple[int, int] | None) -> Batch:
     """windows int64 [B, S + 1] -> a batch whose labels are its tokens moved by one."""
     both = torch.from_numpy(windows)
-    return {
+    batch = {
         "tokens": both[:, :-1].contiguous(),
         "labels": both[:, 1:].contiguous(),
         "sample_ids": torch.from_numpy(sample_ids),
     }
+    if document_marks is not None:
+        # Of the last label too: with one id for both marks it may say whether the last token starts a document.
+        batch["documents"] = torch.from_numpy(document_numbers(windows, *document_marks))[:, :-1].contiguous()
+    return batch
 
 
 class _Steps(Sampler[list[int]]):
@@ -202,8 +207,14 @@ class _Steps(Sampler[list[int]]):
 class _Samples(Dataset[Batch]):
     """Reads samples by their numbers; a step's at once, since numpy locates many as fast as one."""
 
-    def __init__(self, shards: Sequence[TokenShards], order: SampleOrder, seq_len: int) -> None:
-        self._shards, self._order, self._seq_len = shards, order, seq_len
+    def __init__(
+        self,
+        shards: Sequence[TokenArray],
+        order: SampleOrder,
+        seq_len: int,
+        document_marks: tuple[int, int] | None,
+    ) -> None:
+        self._shards, self._order, self._seq_len, self._document_marks = shards, order, seq_len, document_marks
 
     def __getitems__(self, numbers: list[int]) -> Batch:
         sample_ids = np.array(numbers, dtype=np.int64)
@@ -211,7 +222,7 @@ class _Samples(Dataset[Batch]):
         rows = np.empty((len(numbers), self._seq_len + 1), dtype=np.int64)
         for row, (source, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):
             rows[row] = self._shards[source].window(window, self._seq_len)
-        return _batch(rows, sample_ids)
+        return _batch(rows, sample_ids, self._document_marks)
 
 
 class _Microbatches:

@@ -9,6 +9,10 @@ This is the definition that a run's reproducibility rests on; it is final (a gol
 3. Source i's sample n is in its epoch e = n // windows_i, at position n % windows_i, and the window there is given by a
    Feistel permutation of range(windows_i) keyed by (seed, i, e). So within an epoch no window repeats or is missing,
    every epoch has a new order, and nothing is ever shuffled in memory.
+4. A run whose sources or weights are changed at a resume begins a new phase at that sample. Its blocks are counted from
+   there. Source i's samples are counted from offset_i, those that earlier phases took of it, and its stream takes the
+   place of i in its permutations' key: a number that stays its own in all phases. So a source that is kept goes on in
+   its epoch where it was. In the first phase start and offsets are 0, and stream_i is i.
 
 A Feistel network permutes a power of two; other sizes walk the cycle until they are back in range (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002). The hash is SplitMix64 (Steele, Lea and Flood, 2014).
@@ -17,6 +21,7 @@ A Feistel network permutes a power of two; other sizes walk the cycle until they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -50,16 +55,42 @@ def block_quotas(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(quotas)
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run with the same sources and weights, see 4. above.
+
+    start:   its first sample
+    streams: the number of each source that keys its permutations, no two alike
+    offsets: samples of each source that earlier phases took
+    """
+
+    start: int
+    streams: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def first(cls, n_sources: int) -> Phase:
+        return cls(0, tuple(range(n_sources)), (0,) * n_sources)
+
+
 class SampleOrder:
-    """Sample k of the run -> (source, epoch, window), a pure function of (seed, k).
+    """Sample k of the run -> (source, epoch, window), a pure function of (seed, phase, k).
 
     windows: whole samples in each source, all above 0
     weights: share of each source in the samples, relative to the others
     seed:    any non-negative integer (64 bits of it are used)
     epochs:  `length` is the number of samples before any source would be read more often than this; 0: no limit
+    phase:   the part of the run that this is the order of, from its start on; None: the first
     """
 
-    def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int, epochs: int = 0) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        epochs: int = 0,
+        phase: Phase | None = None,
+    ) -> None:
         if len(windows) != len(weights):
             raise ValueError(f"{len(windows)} sources but {len(weights)} weights")
         if min(windows) < 1:
@@ -68,12 +99,14 @@ class SampleOrder:
         self.quotas = block_quotas(weights)
         self.seed = int(seed) & _MASK64
         self.epochs = int(epochs)
+        self.phase = phase or Phase.first(len(windows))
+        assert len(self.phase.streams) == len(self.phase.offsets) == len(set(self.phase.streams)) == len(windows)
         self._block_starts = np.cumsum(
             (0, *self.quotas)
         )  # places of source i before permuting: [starts[i], starts[i+1])
 
     def locate(self, k: int) -> tuple[int, int, int]:
-        """(source, epoch, window) of sample k >= 0."""
+        """(source, epoch, window) of sample k >= phase.start."""
         source, epoch, window = self.locate_many(np.array([k], dtype=np.int64))
         return int(source[0]), int(epoch[0]), int(window[0])
 
@@ -87,29 +120,42 @@ class SampleOrder:
             mine = sources == i
             if mine.any():
                 epochs[mine], positions = np.divmod(numbers[mine], n_windows)
-                key = _key(_WINDOW_KEY, self.seed, i, epochs[mine].astype(np.uint64))
+                key = _key(_WINDOW_KEY, self.seed, self.phase.streams[i], epochs[mine].astype(np.uint64))
                 windows[mine] = _permute(positions.astype(np.uint64), n_windows, key).astype(np.int64)
         return sources, epochs, windows
 
     @property
     def length(self) -> int | None:
-        """Samples before the first one that is over the limit of `epochs`; None without a limit."""
+        """Samples of the run, earlier phases included, before the first one that is over the limit of `epochs`.
+
+        None without a limit.
+        """
         if not self.epochs:
             return None
         limits = [self.epochs * n for n in self.windows]
-        block = min(limit // quota for limit, quota in zip(limits, self.quotas, strict=True))
-        samples = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
+        left = [max(limit - offset, 0) for limit, offset in zip(limits, self.phase.offsets, strict=True)]
+        block = min(n // quota for n, quota in zip(left, self.quotas, strict=True))
+        samples = self.phase.start + np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
         sources, numbers = self._source_and_number(samples)
         over = numbers >= np.array(limits, dtype=np.int64)[sources]
         assert over.any(), "the first block that cannot be whole holds the first sample over the limit"
         return int(samples[np.argmax(over)])
 
+    def counts(self, k: int) -> tuple[int, ...]:
+        """Samples of each source before sample k >= phase.start, earlier phases included. Costs one block at any k."""
+        blocks, rest = divmod(k - self.phase.start, BLOCK)
+        sources, _ = self._source_and_number(np.arange(k - rest, k, dtype=np.int64))
+        in_block = np.bincount(sources, minlength=len(self.windows)).tolist()
+        parts = zip(self.phase.offsets, self.quotas, in_block, strict=True)
+        return tuple(offset + blocks * quota + n for offset, quota, n in parts)
+
     def _source_and_number(self, samples: I64) -> tuple[I64, I64]:
-        """The source of each sample, and the how-many-th sample of that source it is."""
-        if samples.size and samples.min() < 0:
-            raise ValueError(f"sample numbers start at 0, got {samples.min()}")
+        """The source of each sample, and the how-many-th sample of that source it is, of all phases."""
+        if samples.size and samples.min() < self.phase.start:
+            raise ValueError(f"sample numbers start at {self.phase.start}, got {samples.min()}")
+        samples = samples - self.phase.start
         if len(self.windows) == 1:
-            return np.zeros_like(samples), samples
+            return np.zeros_like(samples), samples + self.phase.offsets[0]
         blocks, row = np.unique(samples // BLOCK, return_inverse=True)
         places = np.broadcast_to(np.arange(BLOCK, dtype=np.uint64), (len(blocks), BLOCK))
         key = _key(_BLOCK_KEY, self.seed, blocks.astype(np.uint64))[:, None]
@@ -118,9 +164,9 @@ class SampleOrder:
         # Numbers are counted along the permuted block, so that a source is read in the order of its own samples and a
         # limit on its epochs cuts the run at one place.
         numbers = np.empty_like(pattern)
-        for i, quota in enumerate(self.quotas):
+        for i, (quota, offset) in enumerate(zip(self.quotas, self.phase.offsets, strict=True)):
             mine = pattern == i
-            counts = np.cumsum(mine, axis=1) - 1 + blocks[:, None] * quota
+            counts = np.cumsum(mine, axis=1) - 1 + blocks[:, None] * quota + offset
             numbers[mine] = counts[mine]
         at = (row, samples % BLOCK)
         return pattern[at], numbers[at]

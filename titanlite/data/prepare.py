@@ -5,33 +5,29 @@ The launcher calls prepare() before it starts the workers, and every worker call
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import EMBEDDED, DataConfig, TokenizerConfig
+from titanlite.config.schema import EMBEDDED, DataConfig, SourceConfig, TokenizerConfig
+from titanlite.data.build import Recipe, build, records_skipped
 from titanlite.data.cache import Memo, Report, get_or_build, key_of
-from titanlite.data.shards import FORMAT, META, ShardWriter, TokenShards, token_dtype
-from titanlite.data.text import FingerprintOfText, Text, check_embedded, decode, embedded_text, text_at
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer, train_embedded_tokenizer
+from titanlite.data.foreign import FoundTokens, check_ids, find_tokens, fingerprint, open_tokens, scan
+from titanlite.data.shards import FORMAT, TokenArray, TokenShards
+from titanlite.data.text import Reading, Text, check_embedded, embedded_text, text_at
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer, quoted
+from titanlite.data.train_tokenizer import train_embedded_tokenizer
 
-_VERSION = 1  # raise it when the same text would become other shards: it is in the cache's keys
-_BATCH_BYTES = 2 << 20  # of text tokenised at once
-_SPLIT_SALT = b"titanlite\n"  # so that the split is independent of what others chose by a document's sha256
-_THREADS = os.cpu_count() or 1  # sentencepiece's own; the ids do not depend on it
+_VERSION = 2  # raise it when the same text would become other shards: it is in the cache's keys
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source, ready to be read: folders of token shards. validation: None when nothing is held out."""
+    """One source, ready to be read: what open_tokens takes. validation: None when nothing is held out."""
 
     train: Path
     validation: Path | None
@@ -41,9 +37,12 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class PreparedData:
+    """document_marks: (BOS, EOS) ids that part documents in the tokens, -1: not written; None without masks."""
+
     tokenizer_path: Path
     tokenizer_fingerprint: str
     sources: tuple[PreparedSource, ...]
+    document_marks: tuple[int, int] | None = None
 
 
 def prepare(
@@ -69,11 +68,17 @@ def prepare(
             check_embedded(version, text.fingerprint(cache_dir), report)
     loaded = None
     with faults.collected():
-        loaded_path, loaded = _open_tokenizer(tokenizer, cache_dir, vocab_size, report)
-    inputs: list[Text | _Shards] = []
+        loaded = open_tokenizer(tokenizer, cache_dir, report, vocab_size)
+    opened: list[tuple[_Opened, _Opened | None]] = []
     for i, source in enumerate(data.sources):
         with faults.collected():
-            inputs.append(_open_source(source.path, f"data.sources.{i}.path", loaded, cache_dir))
+            held_out = source.validation_path
+            opened.append(
+                (
+                    _open(source, source.path, f"data.sources.{i}.path", report),
+                    _open(source, held_out, f"data.sources.{i}.validation_path", report) if held_out else None,
+                )
+            )
     faults.raise_any()
     assert loaded is not None
     if validation and not loaded.exact:
@@ -82,19 +87,20 @@ def prepare(
             "cannot be compared with other tokenizers'"
         )
 
-    sources = []
-    for i, (source, opened) in enumerate(zip(data.sources, inputs, strict=True)):
+    room = _Room(data, loaded, tokenizer, vocab_size, report)
+    sources: list[PreparedSource] = []
+    for i in range(len(data.sources)):
         with faults.collected():
-            if isinstance(opened, Text):
-                opened = _tokenised(opened, loaded, tokenizer, data, f"data.sources.{i}.path", report)
-            train = TokenShards(opened.train)
-            _check_length(train, opened.validation, source.path, f"data.sources.{i}.path", seq_len)
-            sources.append(PreparedSource(opened.train, opened.validation, source.weight, train.fingerprint))
+            sources.append(_prepare_source(room, i, *opened[i], seq_len))
     if validation and not faults.problems:
         with faults.collected():
             _check_validation(sources, seq_len)
     faults.raise_any()
-    return PreparedData(loaded_path, loaded.fingerprint, tuple(sources))
+    marks = room.marks if data.document_mask else None
+    return PreparedData(loaded.path, loaded.fingerprint, tuple(sources), marks)
+
+
+_Opened = Text | FoundTokens
 
 
 class _Faults:
@@ -116,192 +122,200 @@ class _Faults:
 
 
 @dataclass(frozen=True)
-class _Shards:
-    train: Path
-    validation: Path | None
+class _Room:
+    """What every source of a run shares."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    config: TokenizerConfig
+    vocab_size: int
+    report: Report
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.cache_dir)
+
+    @property
+    def marks(self) -> tuple[int, int]:
+        """The ids before and after every document, -1 for none."""
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
+        return (bos if self.config.add_bos else -1, eos if self.config.add_eos else -1)
 
 
-def _open_tokenizer(
-    config: TokenizerConfig, cache_dir: Path, vocab_size: int, report: Report
-) -> tuple[Path, Tokenizer]:
-    """Load the tokenizer and check that the model's ids and the document marks are there."""
+# --- what is named ---
+
+
+def open_tokenizer(
+    config: TokenizerConfig, cache_dir: Path, report: Report, vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokenizer that [tokenizer] names; the embedded one is trained when it is not there yet.
+
+    vocab_size: ids that the model knows, if there is a model. Raises InputError when the tokenizer cannot be read, has
+    more ids than that, or lacks one that add_bos or add_eos asks for.
+    """
     path = train_embedded_tokenizer(cache_dir, report) if config.path == EMBEDDED else Path(config.path)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, bos_token=config.bos_token, eos_token=config.eos_token)
     problems = []
-    if tokenizer.vocab_size > vocab_size:
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         got = f"{vocab_size}, but the tokenizer {config.path!r} has {tokenizer.vocab_size} ids"
         fix = f"--model.vocab_size {tokenizer.vocab_size}"
         problems.append(Problem("", "model.vocab_size", got, f"at least {tokenizer.vocab_size}", fix))
     for name, wanted, token in (("bos", config.add_bos, tokenizer.bos_id), ("eos", config.add_eos, tokenizer.eos_id)):
         if wanted and token < 0:
-            got = f"true, but the tokenizer {config.path!r} has no {name.upper()} id"
+            got = f"true, but the tokenizer {config.path!r} names no {name.upper()} id"
             fix = f"--tokenizer.add_{name}=false"
+            if tokenizer.special_pieces:
+                fix += f", or set tokenizer.{name}_token to one of its pieces {quoted(tokenizer.special_pieces)}"
             problems.append(Problem("", f"tokenizer.add_{name}", got, "false, or a tokenizer that has one", fix))
     if problems:
         raise InputError(problems)
-    return path, tokenizer
+    return tokenizer
 
 
-def _open_source(path: str, key: str, tokenizer: Tokenizer | None, cache_dir: Path) -> Text | _Shards:
-    """What a source's path names. A folder of shards is checked whole; its tokenizer too, if ours could be loaded."""
+def _open(source: SourceConfig, path: str, key: str, report: Report) -> _Opened:
+    """What a path names: tokens, or text."""
     if path == EMBEDDED:
         return embedded_text()[0]
-    folder = Path(path)
-    if (folder / META).is_file():
-        shards = _Shards(folder, None)
-    elif (folder / "train" / META).is_file():
-        held_out = folder / "validation"
-        shards = _Shards(folder / "train", held_out if (held_out / META).is_file() else None)
-    else:
-        return text_at(folder, key)
-    for part in filter(None, (shards.train, shards.validation)):
-        opened = TokenShards(part)
-        if tokenizer is not None and opened.tokenizer != tokenizer.fingerprint:
-            got = f"{str(part)!r}, made with another tokenizer (sha256 {opened.tokenizer[:12]}…)"
-            allowed = f"shards of the tokenizer that tokenizer.path names (sha256 {tokenizer.fingerprint[:12]}…)"
-            raise InputError(Problem("", key, got, allowed, "name their tokenizer, or prepare the text again"))
-        _verify(opened, cache_dir)
-    return shards
+    tokens = find_tokens(path, key)
+    if tokens is not None:
+        return tokens
+    text = text_at(path, key, Reading(source.text_key, source.separator))
+    for warning in text.warnings():
+        report(f"warning: {warning}")
+    return text
 
 
-def _verify(shards: TokenShards, cache_dir: Path, *, just_written: bool = False) -> None:
-    """Check the shards' checksums, once for as long as the files stay as they are."""
-    files = [shards.path / META, *(shards.path / shard["file"] for shard in shards.meta["shards"])]
-    memo = Memo(cache_dir, "verified", files)
-    if memo.get() is None:
-        if not just_written:
-            shards.verify()
-        memo.put("good", settled=just_written)
+# --- what is in it ---
 
 
-def _check_length(shards: TokenShards, validation: Path | None, path: str, key: str, seq_len: int) -> None:
-    if shards.windows(seq_len):
-        return
-    got = f"{path!r}, which " + (f"has {shards.n_tokens} tokens to train on" if shards.n_tokens else "is empty")
-    fix = "more text, or a smaller training.seq_len"
+def _prepare_source(
+    room: _Room, number: int, opened: _Opened, held_out: _Opened | None, seq_len: int
+) -> PreparedSource:
+    source, key = room.data.sources[number], f"data.sources.{number}.path"
+    fraction = 0.0 if held_out is not None else room.data.validation_fraction
+    found = _tokenised(room, opened, fraction, key) if isinstance(opened, Text) else opened
+    validation, validation_key = found.validation, key
+    if held_out is not None:
+        validation_key = f"data.sources.{number}.validation_path"
+        held_out = _tokenised(room, held_out, 0.0, validation_key) if isinstance(held_out, Text) else held_out
+        validation = held_out.train
+    content = _check_tokens(room, open_tokens(found.train), key)
     if validation is not None:
-        got += f" ({TokenShards(validation).n_tokens} are held out)"
-        fix += ", or --data.validation_fraction 0"
-    raise InputError(Problem("", key, got, f"at least training.seq_len + 1 = {seq_len + 1} tokens", fix))
+        _check_tokens(room, open_tokens(validation), validation_key)
+    _check_length(open_tokens(found.train), validation, source.path, key, seq_len)
+    return PreparedSource(found.train, validation, source.weight, content)
 
 
-def _check_validation(sources: Sequence[PreparedSource], seq_len: int) -> None:
-    tokens = [TokenShards(source.validation).n_tokens if source.validation else 0 for source in sources]
-    if any(n > seq_len for n in tokens):
-        return
-    got = f"{sum(tokens)} held-out tokens in {len(sources)} source(s)"
-    allowed = f"at least training.seq_len + 1 = {seq_len + 1} in one source"
-    fix = "raise data.validation_fraction (whole documents are held out, so there must be several), or leave it off"
-    raise InputError(Problem("", "validation.enable", got, allowed, fix))
-
-
-def _tokenised(
-    text: Text, tokenizer: Tokenizer, config: TokenizerConfig, data: DataConfig, key: str, report: Report
-) -> _Shards:
+def _tokenised(room: _Room, text: Text, fraction: float, key: str) -> FoundTokens:
     """The token shards of a text, out of the cache or made now."""
-    cache_dir = Path(data.cache_dir)
-    fingerprint = text.fingerprint(cache_dir)
-    marks, fraction = [config.add_bos, config.add_eos], data.validation_fraction
-    key_of_tokens = key_of(_VERSION, FORMAT, fingerprint, tokenizer.fingerprint, marks, fraction)
-    place = cache_dir / "tokens" / key_of_tokens
+    data, config = room.data, room.config
+    content = text.fingerprint(room.cache_dir)
+    bos_id, eos_id = room.marks
+    place = (
+        room.cache_dir / "tokens" / key_of(_VERSION, FORMAT, content, room.tokenizer.fingerprint, room.marks, fraction)
+    )
+    recipe = Recipe(
+        text,
+        room.tokenizer.path,
+        bos_id,
+        eos_id,
+        fraction,
+        data.on_error,
+        bos_token=config.bos_token,
+        eos_token=config.eos_token,
+    )
+    built = False
 
     def is_whole(folder: Path) -> bool:
         if not folder.exists():
             return False
         try:
             for part in ("train", "validation"):
-                _verify(TokenShards(folder / part), cache_dir)
+                _verify(TokenShards(folder / part), room.cache_dir)
             return True
         except InputError:
             return False
 
-    built = False
-
-    def build(folder: Path) -> None:
+    def build_here(folder: Path) -> None:
         nonlocal built
         built = True
-        found = _tokenise(text, tokenizer, config, fraction, folder, report)
-        if found != fingerprint:
-            got, allowed = "files that changed while they were read", "text that stays as it is"
-            raise InputError(Problem("", key, got, allowed, "start again when nothing writes to them"))
+        workers = data.prepare_workers or os.cpu_count() or 1
+        build(folder, recipe, workers=workers, report=room.report, start_over=True)
 
-    get_or_build(place, is_whole, build, what=text.name, report=report)
+    get_or_build(place, is_whole, build_here, what=text.name, report=room.report, resumable=True)
+    if (skipped := records_skipped(place)) and data.on_error == "stop":
+        got = f"{skipped:,} records of {text.name} that cannot be read (listed in {place / 'skipped.jsonl'})"
+        raise InputError(Problem("", key, got, "none, while data.on_error is stop", "mend them, or set it to skip"))
     train, validation = TokenShards(place / "train"), TokenShards(place / "validation")
     if built:
         for shards in (train, validation):
-            _verify(shards, cache_dir, just_written=True)
-    return _Shards(train.path, validation.path if validation.n_tokens else None)
+            _verify(shards, room.cache_dir, just_written=True)
+    return FoundTokens(train.path, validation.path if validation.n_tokens else None)
 
 
-def _tokenise(
-    text: Text, tokenizer: Tokenizer, config: TokenizerConfig, fraction: float, folder: Path, report: Report
-) -> str:
-    """Write folder/train and folder/validation; gives the fingerprint of the text that was read."""
-    started = time.monotonic()
-    dtype = token_dtype(tokenizer.vocab_size)
-    train, validation = (
-        ShardWriter(folder / part, dtype=dtype, tokenizer=tokenizer.fingerprint) for part in ("train", "validation")
+def _verify(shards: TokenShards, cache_dir: Path, *, just_written: bool = False) -> None:
+    """Check the shards' checksums, once for as long as the files stay as they are."""
+    memo = Memo(cache_dir, "verified", shards.depends_on())
+    if memo.get() is None:
+        if not just_written:
+            shards.verify()
+        memo.put("good", settled=just_written)
+
+
+def _check_tokens(room: _Room, tokens: TokenArray, key: str) -> str:
+    """Refuse tokens that are damaged or not this tokenizer's; gives the fingerprint of what they say."""
+    if not isinstance(tokens, TokenShards):
+        return _check_foreign(room, tokens, key)
+    where, problems = repr(str(tokens.path)), []
+    if tokens.tokenizer != room.tokenizer.fingerprint:
+        got = f"{where}, made with another tokenizer (sha256 {tokens.tokenizer[:12]}…)"
+        allowed = f"shards of the tokenizer that tokenizer.path names (sha256 {room.tokenizer.fingerprint[:12]}…)"
+        problems.append(Problem("", key, got, allowed, "name their tokenizer, or prepare the text again"))
+    else:
+        for name, written, wanted in zip(("bos", "eos"), (tokens.bos_id, tokens.eos_id), room.marks, strict=True):
+            if written is not None and written != wanted:
+                says, should = (f"id {token}" if token >= 0 else "none" for token in (written, wanted))
+                got = f"{where}, whose documents have this {name.upper()}: {says}"
+                allowed = f"{should}, as tokenizer.add_{name} and tokenizer.{name}_token say"
+                fix = f"--tokenizer.add_{name}={str(written >= 0).lower()}, or prepare the text again"
+                problems.append(Problem("", key, got, allowed, fix))
+    if problems:
+        raise InputError(problems)
+    _verify(tokens, room.cache_dir)
+    return tokens.fingerprint
+
+
+def _check_foreign(room: _Room, tokens: TokenArray, key: str) -> str:
+    memo = Memo(room.cache_dir, "scanned", tokens.depends_on())
+    known = memo.get()
+    scanned = json.loads(known) if known else scan(tokens)
+    if known is None:
+        memo.put(json.dumps(scanned))
+    check_ids(tokens, scanned, room.vocab_size)
+    room.report(
+        f"warning: {key}: {str(tokens.path)!r} does not say which tokenizer made it, nor whether documents are marked; "
+        f"its largest id is {scanned['max_id']}, and tokenizer.path has {room.tokenizer.vocab_size} ids"
     )
-    # Both marks are written when both are asked for, also where a tokenizer uses one id for the two.
-    before = np.full(int(config.add_bos), tokenizer.bos_id, dtype=np.int32)
-    after = np.full(int(config.add_eos), tokenizer.eos_id, dtype=np.int32)
-    digest = FingerprintOfText()
-    with _progress(text, report) as advance:
-        for batch in _batches(text.documents()):
-            texts = [decode(text, file, document) for file, document in batch]
-            for (file, document), ids in zip(batch, tokenizer.encode_batch(texts, num_threads=_THREADS), strict=True):
-                digest.add(file, document)
-                if document:  # an empty file is no document
-                    writer = validation if _held_out(document, fraction) else train
-                    tokens = np.concatenate([before, ids, after])
-                    writer.write(tokens, documents=1, text_bytes=len(document))
-            advance(sum(len(document) for _, document in batch), train.tokens + validation.tokens)
-    train.close()
-    validation.close()
-    report(
-        f"tokenised {text.name}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out, "
-        f"{train.documents + validation.documents:,} documents, {time.monotonic() - started:.1f} s"
-    )
-    return digest.hexdigest()
+    return fingerprint(tokens, scanned)
 
 
-def _held_out(document: bytes, fraction: float) -> bool:
-    """A document's side depends on its contents alone, so that copies of it never lie on both sides."""
-    return int.from_bytes(hashlib.sha256(_SPLIT_SALT + document).digest()[:8], "big") < fraction * 2.0**64
-
-
-def _batches(documents: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    batch, size = [], 0
-    for file, document in documents:
-        batch.append((file, document))
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-@contextmanager
-def _progress(text: Text, report: Report) -> Iterator[Callable[[int, int], None]]:
-    """Gives advance(bytes read, tokens so far): a bar on a terminal, else a line every ten seconds."""
-    total = text.size()
-    report(f"tokenising {text.name}: {total / 1e6:,.1f} MB in {len(text.files):,} files")
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("tokenising", total=total)
-            yield lambda size, _: bar.update(task, advance=size)
+def _check_length(tokens: TokenArray, validation: Path | None, path: str, key: str, seq_len: int) -> None:
+    if tokens.windows(seq_len):
         return
-    done, last = 0, time.monotonic()
+    got = f"{path!r}, which " + (f"has {tokens.n_tokens} tokens to train on" if tokens.n_tokens else "is empty")
+    fix = "more text, or a smaller training.seq_len"
+    if validation is not None:
+        got += f" ({open_tokens(validation).n_tokens} are held out)"
+        fix += ", or --data.validation_fraction 0"
+    raise InputError(Problem("", key, got, f"at least training.seq_len + 1 = {seq_len + 1} tokens", fix))
 
-    def advance(size: int, tokens: int) -> None:
-        nonlocal done, last
-        done += size
-        if time.monotonic() - last >= 10:
-            last = time.monotonic()
-            report(f"tokenising {text.name}: {done / max(total, 1):.0%}, {tokens:,} tokens")
 
-    yield advance
+def _check_validation(sources: Sequence[PreparedSource], seq_len: int) -> None:
+    tokens = [open_tokens(source.validation).n_tokens if source.validation else 0 for source in sources]
+    if any(n > seq_len for n in tokens):
+        return
+    got = f"{sum(tokens)} held-out tokens in {len(sources)} source(s)"
+    allowed = f"at least training.seq_len + 1 = {seq_len + 1} in one source"
+    fix = "raise data.validation_fraction (whole documents are held out, so there must be several; data.sources.N."
+    fix += "separator parts those of one file), give a validation_path, or leave it off"
+    raise InputError(Problem("", "validation.enable", got, allowed, fix))

@@ -1,90 +1,58 @@
-"""Text <-> token ids through a sentencepiece model, and the training of the embedded one. Torch-free.
+"""Text <-> token ids: what every tokenizer does, and which kind a file is. Torch-free.
 
-What sentencepiece does not give by itself and this file adds:
-- U+2581, sentencepiece's mark for a space, comes back as itself: it is written as its three byte pieces.
-- A long document is encoded in parts cut after newlines, so that memory stays small. With a tokenizer whose newline is
-  a symbol of its own, as in the embedded one, the ids are the same as without cuts.
-- A damaged model file is refused, a cut one too, which sentencepiece may load in silence.
+The two kinds are in sentencepiece_model.py and huggingface.py. What the libraries do not give by themselves:
+- A long document is encoded in parts, so that memory stays small, with the ids of the whole wherever the tokenizer
+  allows it.
+- U+2581, which many tokenizers write for a space, comes back as itself: it is written as its three byte pieces.
+- Text never becomes a special id, whatever it says, and no special id is added to it.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-import io
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import sentencepiece
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import EMBEDDED_VOCAB_SIZE
-from titanlite.data.cache import Report, get_or_build, key_of
-from titanlite.data.text import decode, embedded_text
-from titanlite.files import write_atomically
 
-_SPACE_MARK = "\u2581"
-_PART_CHARS = 1 << 16
-_GROUP = 64  # parts
-# normalizer_spec { add_dummy_prefix: false } as a protocol buffer, which overrides the field when it is appended.
-_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-
-# num_threads changes no piece, but sentencepiece writes it into the model and so into the fingerprint.
-_TRAINING: dict[str, Any] = {
-    "model_type": "bpe",
-    "normalization_rule_name": "identity",
-    "add_dummy_prefix": False,
-    "remove_extra_whitespaces": False,
-    "allow_whitespace_only_pieces": True,
-    "user_defined_symbols": ["\n"],
-    "byte_fallback": True,
-    "character_coverage": 0.9999,
-    "max_sentence_length": 1 << 20,
-    "unk_id": 0,
-    "bos_id": 1,
-    "eos_id": 2,
-    "pad_id": -1,
-    "num_threads": 2,
-    "minloglevel": 2,
-}
+SPACE_MARK = "\u2581"
+PART_CHARS = 1 << 16
+_ALLOWED = 'a sentencepiece .model file, a Hugging Face tokenizer.json, a folder with one of them, or "embedded"'
+_USE_JSON = "name the tokenizer.json of the model's Hugging Face repository"
 
 
-class Tokenizer:
-    """A sentencepiece model.
+class Tokenizer(ABC):
+    """Text to ids and back.
 
-    vocab_size:  number of ids
-    bos_id, eos_id: -1 when the model has none
-    fingerprint: sha256 of the model file, hexadecimal
-    token_bytes: int64 [vocab_size], UTF-8 bytes of text that each id stands for (control and unknown: 0). For a model
-                 without a dummy prefix and with byte fallback they add up to the length of the text.
-    exact:       decode(encode(x)) == x for every str x; otherwise the model itself loses spaces or unknown characters
+    kind:           "sentencepiece" or "huggingface"
+    path:           the file it was read from
+    fingerprint:    sha256 of that file, hexadecimal
+    vocab_size:     largest id + 1
+    bos_id, eos_id: -1 where the tokenizer's files name none and none was chosen
+    unk_id:         what stands for text that has no piece; -1 when there is no such id
+    special_pieces: pieces that stand for no text, in the order of their ids
+    token_bytes:    int64 [vocab_size], UTF-8 bytes of text that each id stands for (special, control, unknown: 0). For
+                    a tokenizer that is exact and adds no space before the text they add up to the length of the text.
+    exact:          decode(encode(x)) == x for every str x, as far as the tokenizer's parts tell; otherwise it loses
+                    spaces or characters, or changes them
     """
 
-    def __init__(self, model: bytes) -> None:
-        """model: the contents of a .model file. Raises ValueError when it is not a whole one."""
-        _check_model_file(model)
-        try:
-            self._first = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise ValueError("not a sentencepiece model") from error
-        self.fingerprint = hashlib.sha256(model).hexdigest()
-        self.vocab_size = int(self._first.vocab_size())
-        self.bos_id = int(self._first.bos_id())
-        self.eos_id = int(self._first.eos_id())
-        self.token_bytes = np.array([self._bytes_of(i) for i in range(self.vocab_size)], dtype=np.int64)
-
-        # Later parts of a document must not get a dummy prefix of their own; but where the model also strips spaces,
-        # the prefix stands for the newline lost at the cut.
-        squeezes = self._first.normalize("a  b") == self._first.normalize("a b")
-        later = model if squeezes else model + _NO_DUMMY_PREFIX
-        self._later = sentencepiece.SentencePieceProcessor(model_proto=later)
-        mark = [self._first.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
-        has_bytes = all(map(self._first.is_byte, mark))
-        self._mark_ids = np.array(mark if has_bytes else [], dtype=np.int32)
-        normalizes = self._later.normalize("\ufb01 a\t\u2165") != f"\ufb01{_SPACE_MARK}a\t\u2165"
-        self.exact = has_bytes and not squeezes and not normalizes
+    kind: str
+    path: Path
+    fingerprint: str
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    unk_id: int
+    special_pieces: tuple[str, ...]
+    token_bytes: np.ndarray
+    exact: bool
+    _mark_ids: np.ndarray  # int32: the bytes of U+2581; empty when it needs no care, or there is no such id
 
     def encode(self, text: str) -> np.ndarray:
         """Ids int32 [n]; neither BOS nor EOS is added. Raises ValueError for a lone surrogate, which is no text."""
@@ -92,141 +60,148 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[np.ndarray]:
         """Ids int32 [n] of every text; each is what encode gives, whatever num_threads is."""
-        firsts: list[str] = []
-        laters: list[str] = []
-        plans: list[
-            list[int]
-        ] = []  # per text, what follows its first part: indices of later parts, -1 for a space mark
-        for text in texts:
-            if not text.isascii():
-                text.encode()  # UnicodeEncodeError is a ValueError that says where; sentencepiece would only fail
-            first, *rest = self._parts(text)
-            firsts.append(first or "")
-            plans.append([])
-            for part in rest:
-                plans[-1].append(-1 if part is None else len(laters))
-                if part is not None:
-                    laters.append(part)
-        first_ids = _encode(self._first, firsts, num_threads)
-        later_ids = [*_encode(self._later, laters, num_threads), self._mark_ids]
-        return [
-            np.concatenate([ids, *(later_ids[i] for i in plan)]) if plan else ids
-            for ids, plan in zip(first_ids, plans, strict=True)
-        ]
+        return self.encode_parts(texts, [True] * len(texts), num_threads=num_threads)
 
+    def encode_parts(self, texts: Sequence[str], first: Sequence[bool], *, num_threads: int = 1) -> list[np.ndarray]:
+        """Ids int32 [n] of every text; where first is False the text goes on with a document, and gets no space before
+        it that is not its own. Cut a document after newlines: there most tokenizers give the ids of the whole."""
+        starts: list[str] = []
+        laters: list[str] = []
+        plans: list[list[tuple[list[str], int] | None]] = []  # per text, which part of which list; None: a space mark
+        for text, is_first in zip(texts, first, strict=True):
+            if not text.isascii():
+                text.encode()  # UnicodeEncodeError is a ValueError that says where; the libraries would only fail
+            plan: list[tuple[list[str], int] | None] = []
+            for part in self._parts(text):
+                if part is None:
+                    plan.append(None)
+                else:
+                    kept = laters if plan or not is_first else starts
+                    plan.append((kept, len(kept)))
+                    kept.append(part)
+            plans.append(plan)
+        start_ids = self._encode(starts, first=True, num_threads=num_threads)
+        later_ids = self._encode(laters, first=False, num_threads=num_threads)
+        found = []
+        for plan in plans:
+            ids = [
+                self._mark_ids if step is None else (start_ids if step[0] is starts else later_ids)[step[1]]
+                for step in plan
+            ]
+            found.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
+        return found
+
+    @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; control ids give nothing, bytes that are not UTF-8 give U+FFFD."""
-        return self._first.decode(np.asarray(ids, dtype=np.int64).tolist())
+        """The text of ids; special ids give nothing, bytes that are not UTF-8 give U+FFFD."""
+
+    @abstractmethod
+    def _encode(self, parts: list[str], *, first: bool, num_threads: int) -> list[np.ndarray]:
+        """Ids int32 of every part, which all start a document (first) or all go on with one."""
+
+    @abstractmethod
+    def _cut(self, text: str, start: int) -> int:
+        """Where the part of the text that starts at `start` ends; the text goes on for more than PART_CHARS."""
 
     def _parts(self, text: str) -> Iterator[str | None]:
         """What is encoded at once, first a str; None stands for one U+2581."""
-        segments = text.split(_SPACE_MARK) if self._mark_ids.size else [text]
+        segments = text.split(SPACE_MARK) if self._mark_ids.size else [text]
         for i, segment in enumerate(segments):
             if i:
                 yield None
             start = 0
-            while len(segment) - start > _PART_CHARS:
-                # A line longer than a part is cut where the part ends.
-                stop = segment.rfind("\n", start, start + _PART_CHARS) + 1 or start + _PART_CHARS
+            while len(segment) - start > PART_CHARS:
+                stop = self._cut(segment, start)
                 yield segment[start:stop]
                 start = stop
             if i == 0 or start < len(segment):
                 yield segment[start:]
 
-    def _bytes_of(self, i: int) -> int:
-        if self._first.is_control(i) or self._first.is_unknown(i) or self._first.is_unused(i):
-            return 0
-        if self._first.is_byte(i):
-            return 1
-        return len(self._first.id_to_piece(i).replace(_SPACE_MARK, " ").encode())
+    def _choose(self, name: str, piece: str, found: int, is_text: bool, key: str) -> int:
+        """The id of a piece that the user chose as BOS or EOS (name), which is `found` (-1: there is none).
+
+        is_text: text can become that id. Raises InputError, naming `key`, when it cannot be used.
+        """
+        key = f"{key.rpartition('.')[0] or 'tokenizer'}.{name}_token"
+        got = f"{piece!r}, which {str(self.path)!r} "
+        allowed = f"one of its special pieces, such as {quoted(self.special_pieces)}"
+        if not self.special_pieces:
+            allowed = "a special piece, but it has none"
+        if found < 0:
+            near = difflib.get_close_matches(piece, self.special_pieces, n=3, cutoff=0.5)
+            fix = f"did you mean {' or '.join(map(repr, near))}?" if near else "choose one of them"
+            raise InputError(Problem("", key, got + "does not have", allowed, fix))
+        if is_text:
+            fix = f"choose another, or tokenizer.add_{name}=false"
+            raise InputError(Problem("", key, got + "also writes where a text says so", allowed, fix))
+        return found
 
 
-def _encode(processor: sentencepiece.SentencePieceProcessor, parts: list[str], num_threads: int) -> list[np.ndarray]:
-    """Ids int32 of every part; by groups, since lists of Python integers take ten times the memory."""
-    ids: list[np.ndarray] = []
-    for start in range(0, len(parts), _GROUP):
-        group = processor.encode(parts[start : start + _GROUP], out_type=int, num_threads=num_threads)
-        ids += [np.array(part, dtype=np.int32) for part in group]
-    return ids
+def quoted(pieces: Sequence[str], most: int = 8) -> str:
+    """A few pieces for a message."""
+    return ", ".join(map(repr, pieces[:most])) + (", …" if len(pieces) > most else "")
 
 
-def load_tokenizer(path: Path | str, key: str = "tokenizer.path") -> Tokenizer:
-    """The tokenizer in a sentencepiece .model file. Raises InputError, naming `key`, when it is not one."""
-    path = Path(path)
-    allowed = 'a sentencepiece .model file, or "embedded"'
-    try:
-        model = path.read_bytes()
-    except OSError as error:
-        raise InputError(Problem("", key, f"{str(path)!r} ({error.strerror})", allowed, "correct the path")) from None
-    try:
-        return Tokenizer(model)
-    except ValueError as error:
-        raise InputError(Problem("", key, f"{str(path)!r}: {error}", allowed, "copy the file again")) from None
+def load_tokenizer(
+    path: Path | str, key: str = "tokenizer.path", *, bos_token: str = "", eos_token: str = ""
+) -> Tokenizer:
+    """The tokenizer in a file, whose contents say which kind it is, or in a folder with tokenizer.json (preferred) or
+    tokenizer.model.
 
-
-def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
-    """A byte-pair model in which nothing is lost (see _TRAINING), as the bytes of a .model file.
-
-    The same lines give the same bytes with the same version of sentencepiece. Lines come without their newline.
+    bos_token, eos_token: the pieces to use; empty: those that the tokenizer's own files name, if they do. For
+    tokenizer.json those files are tokenizer_config.json and special_tokens_map.json beside it.
+    Raises InputError, naming `key`, when it is none.
     """
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, **_TRAINING
-    )
-    return model.getvalue()
+    file, data = _read(Path(path), key)
+    if re.match(rb'(\xef\xbb\xbf)?\s*[\[{]\s*(["\[{}\]]|$)', data):
+        from titanlite.data.huggingface import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(data, file, key, bos_token=bos_token, eos_token=eos_token)
+    from titanlite.data.sentencepiece_model import SentencePieceTokenizer
+
+    try:
+        return SentencePieceTokenizer(data, file, key, bos_token=bos_token, eos_token=eos_token)
+    except InputError:
+        raise
+    except ValueError as error:
+        got, fix = _what_it_is(file, data) or (f": {error}", "copy the file again")
+        raise not_a_tokenizer(file, key, got, fix) from None
 
 
-def train_embedded_tokenizer(cache_dir: Path, report: Report) -> Path:
-    """The embedded tokenizer's .model file in the cache, trained from the embedded text if it is not there yet."""
-    text, _ = embedded_text()
-    fingerprint = text.fingerprint(cache_dir)
-    key = key_of("tokenizer", fingerprint, EMBEDDED_VOCAB_SIZE, _TRAINING, sentencepiece.__version__)
-    place = cache_dir / "tokenizers" / key
-
-    def build(folder: Path) -> None:
-        report(f"training the embedded tokenizer: {EMBEDDED_VOCAB_SIZE} pieces")
-        started = time.monotonic()
-        lines = (line for file, data in text.documents() for line in decode(text, file, data).split("\n") if line)
-        model = train_tokenizer(lines, EMBEDDED_VOCAB_SIZE)
-        sha256 = hashlib.sha256(model).hexdigest()
-        write_atomically(folder / "tokenizer.model", model)
-        write_atomically(folder / "sha256", sha256.encode())
-        report(f"trained the embedded tokenizer in {time.monotonic() - started:.1f} s, sha256 {sha256}")
-
-    def is_whole(folder: Path) -> bool:
-        try:
-            expected = (folder / "sha256").read_text()
-            return hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest() == expected
-        except OSError:
-            return False
-
-    get_or_build(place, is_whole, build, what="the embedded tokenizer", report=report)
-    return place / "tokenizer.model"
+def not_a_tokenizer(file: Path, key: str, got: str, fix: str) -> InputError:
+    return InputError(Problem("", key, f"{str(file)!r}{got}", _ALLOWED, fix))
 
 
-def _check_model_file(model: bytes) -> None:
-    """Walk the outer fields of the protocol buffer: sentencepiece loads a file cut between two fields in silence."""
-    seen = set()
-    at = 0
-    while at < len(model):
-        tag, at = _varint(model, at)
-        if tag & 7 != 2:  # all outer fields of a model are messages
-            raise ValueError("not a sentencepiece model")
-        size, at = _varint(model, at)
-        at += size
-        seen.add(tag >> 3)
-    pieces, trainer, normalizer = 1, 2, 3
-    if at > len(model) or not {pieces, trainer, normalizer} <= seen:
-        raise ValueError("a sentencepiece model that is cut short" if pieces in seen else "not a sentencepiece model")
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise ValueError("not a sentencepiece model, or a damaged one")
-        value |= (data[at] & 0x7F) << shift
-        shift += 7
-        at += 1
-        if not data[at - 1] & 0x80:
-            return value, at
+def _read(path: Path, key: str) -> tuple[Path, bytes]:
+    """The tokenizer's file and its contents."""
+    try:
+        if path.is_dir():
+            names = ("tokenizer.json", "tokenizer.model")
+            found = [path / name for name in names if (path / name).is_file()]
+            if not found:
+                others = sorted(file.name for file in path.iterdir() if re.search(r"\.model|\.json$", file.name))
+                got = f", a folder without {' or '.join(names)}" + (f" (it has {', '.join(others[:5])})" * bool(others))
+                raise not_a_tokenizer(path, key, got, "name the tokenizer's file")
+            path = found[0]
+        return path, path.read_bytes()
+    except OSError as error:
+        raise not_a_tokenizer(path, key, f" ({error.strerror})", "correct the path") from None
+
+
+def _what_it_is(file: Path, data: bytes) -> tuple[str, str] | None:
+    """What a file that holds no tokenizer is instead, and what to do about it; None: not known."""
+    head = data[:4096]
+    if head.startswith(b"version https://git-lfs"):
+        return ", a pointer that git-lfs left instead of the file", "git lfs pull, or download the file itself"
+    first_lines = head.split(b"\n")[:-1][:3]
+    if first_lines and all(re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", line) for line in first_lines):
+        return ", a tiktoken vocabulary (lines of base64)", f"{_USE_JSON}, which has the same ids"
+    if first_lines and all(re.fullmatch(rb"[^\t]*\t-?[\d.e+-]+\r?", line) for line in first_lines):
+        model = file.with_suffix(".model")
+        beside = f"{str(model)!r}" if model.is_file() else "the .model file that was made with it"
+        return ", a sentencepiece .vocab file, which is only a list for people to read", f"name {beside}"
+    return None

@@ -1,4 +1,6 @@
-"""Causal self-attention with grouped queries and rotary positions; `attend` is the seam for context parallelism."""
+"""Causal self-attention with grouped queries, rotary positions and document masks; `attend` is the seam for context
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +84,30 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + _swap_halves(x) * sin).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the keys up to each query; q [B, H, S, D], k, v [B, Hkv, S, D] -> q's shape."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores so that a query sees the keys up to it of its own document: [B, 1, S, S], 0 or -inf.
+
+    documents: [B, S] int, which document of its row each token is in. dtype: the queries', since that is the one in
+    which SDPA takes a mask as it is: any other it converts in every layer, and keeps every layer's copy for backward.
+    """
+    seen = (documents[:, :, None] == documents[:, None, :]).tril_()
+    return torch.full(seen.shape, -math.inf, dtype=dtype, device=seen.device).masked_fill_(seen, 0.0).unsqueeze(1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v; q [B, H, S, D], k, v [B, Hkv, S, D], mask as document_mask -> q's shape.
+
+    mask None: over the keys up to each query.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if grouped and q.is_cuda:
+        # Flash takes no mask there, and the efficient kernel groups only in the newest torch: what is left for fp32, or
+        # where determinism is asked for, would be plain mathematics with all heads' S x S scores in memory.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -102,10 +125,10 @@ class Attention(nn.Module):
         self.wo = Linear(config.n_heads * self.head_dim, config.dim)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = causal_attention
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, S, dim], cos and sin from rope_tables -> [B, S, dim]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, S, dim], cos and sin from rope_tables, mask from document_mask -> [B, S, dim]."""
         heads = (-1, self.head_dim)  # the number of heads is read off the weights: a tensor-parallel rank has fewer
         q = self.wq(x).unflatten(-1, heads)
         k = self.wk(x).unflatten(-1, heads)
@@ -113,5 +136,5 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out.transpose(1, 2).flatten(-2))

@@ -1,5 +1,6 @@
 """The Llama-style decoder on plain local tensors. It knows nothing of meshes; parallelism uses its seams:
-layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, and positions as an argument.
+layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, and positions and documents as
+arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.schema import ModelConfig
-from titanlite.model.attention import Attention, rope_inverse_frequencies, rope_tables
+from titanlite.model.attention import Attention, document_mask, rope_inverse_frequencies, rope_tables
 from titanlite.model.layers import MLP, Embedding, Linear, RMSNorm
 from titanlite.model.loss import IDENTITY, VocabularyReducer, cross_entropy_sum
 
@@ -27,9 +28,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         assert cos.dtype == sin.dtype == torch.float32, "rotary tables in less than fp32 are wrong at long positions"
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -102,12 +103,19 @@ class Transformer(nn.Module):
         """Recompute on `device` what is neither a parameter nor saved."""
         self.rope_frequencies = rope_inverse_frequencies(self.config).to(device)
 
-    def forward(self, tokens_or_h: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_or_h: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Loss, logits or hidden states.
 
         tokens_or_h: [B, S] int64 token ids, or [B, S, dim] hidden states where the embedding is absent.
         labels: [B, S] int64, -100 ignored. Given: returns the fp32 scalar sum of the cross-entropies of the others.
         positions: [S] or [B, S] int, default 0..S-1; they turn the rotary angles only, attention goes by row order.
+        documents: [B, S] int, the document of its row that each token is in. Given: attention stays within documents.
         Returns logits [B, S, vocab_size] without labels, hidden states [B, S, dim] without a head.
         """
         if labels is not None and not self.has_head:
@@ -120,8 +128,9 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)
         cos, sin = rope_tables(positions, self.rope_frequencies)
+        mask = None if documents is None else document_mask(documents, self.compute_dtype)  # one for all layers
         for block in self.layers.values():
-            h = block(h, cos, sin)
+            h = block(h, cos, sin, mask)
         if self.head is None or self.norm is None:
             return h
         table = self.embedding if self.output is None else self.output

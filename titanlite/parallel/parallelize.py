@@ -58,7 +58,8 @@ class ParallelModel:
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Forward and backward of this rank's microbatches of one step. Collective.
 
-        batches: "tokens" and "labels", int64 [B, S], -100 = ignored; every rank has the same number of them.
+        batches: "tokens" and "labels", int64 [B, S], -100 = ignored, and "documents", int [B, S], where attention stays
+        within documents; every rank has the same number of them.
         Returns the sum of their token cross-entropies, a float64 scalar on the device. Afterwards every parameter's
         gradient is that of the sum over all ranks' microbatches, scaled by nothing, added to what was there before.
         """
@@ -66,7 +67,7 @@ class ParallelModel:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             with self._strategy.microbatch(last=index == len(batches) - 1):
-                loss = self._strategy.module(*self._inputs(batch))
+                loss = self._strategy.module(**self._inputs(batch))
                 loss.backward()
             total += loss.detach()
         return total
@@ -74,15 +75,14 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Sum of the token cross-entropies of one batch, float32 scalar on the device. Collective under FSDP."""
-        loss = self.module(*self._inputs(batch))
+        loss = self.module(**self._inputs(batch))
         self._strategy.release()
         return loss
 
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            batch["tokens"].to(self._device, non_blocking=True),
-            batch["labels"].to(self._device, non_blocking=True),
-        )
+    def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The model's arguments, on the device."""
+        keys = {"tokens_or_h": "tokens", "labels": "labels", "documents": "documents"}
+        return {name: batch[key].to(self._device, non_blocking=True) for name, key in keys.items() if key in batch}
 
 
 def parallelize(

@@ -28,6 +28,9 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
     [
         (["--parallelism.tp=2"], "parallelism.tp", "got 2; allowed: 1: this form of parallelism is not available yet"),
         (["--parallelism.dp_shard=0"], "parallelism.dp_shard", "-1, or an integer > 0"),
+        (["--data.document_mask=true", "--tokenizer.add_eos=false"], "data.document_mask", "tokenizer.add_eos = true"),
+        (["--data.sources=[{path='a', validation_path='a'}]"], "data.sources.0.validation_path", "another path than"),
+        (["--data.sources=[{path='a', text_key=''}]"], "data.sources.0.text_key", "text that is not empty"),
         (["--model.dim=66"], "model.dim", "a multiple of model.n_heads = 4, or model.head_dim set"),
         (["--model.dim=60"], "model.dim", "got 60, which makes heads of 15; allowed: an even head width"),
         (["--model.head_dim=7"], "model.head_dim", "got 7; allowed: an even head width"),
@@ -129,36 +132,39 @@ def test_device(make: Make) -> None:
 
 def test_source_files(make: Make, write: Write, tmp_path: Path) -> None:
     write("text", "texts.txt", minimal=False)
-    write("text", "TEXTS.TXT", minimal=False)
-    write("x", "data.bin", minimal=False)
-    for folder in ("empty", "deep/er", "shards", "prepared/train", "prepared/validation", "held/validation", "other"):
-        (tmp_path / folder).mkdir(parents=True)
-    write("x", "deep/er/a.txt", minimal=False)
-    for folder in ("shards", "prepared/train", "prepared/validation", "held/validation"):
-        write("{}", f"{folder}/meta.json", minimal=False)
-    write("x", "other/a.md", minimal=False)
+    (tmp_path / "folder").mkdir()
 
-    def found(path: str) -> str:
-        problems = machine_problems(make(f"--data.sources=[{{path='{path}'}}]"), 0)
-        assert [problem.key for problem in problems] in ([], ["data.sources.0.path"])
+    def found(path: str, key: str = "path") -> str:
+        paths = {"path": "texts.txt", key: path}
+        sources = ", ".join(f"{name} = '{value}'" for name, value in paths.items())
+        problems = machine_problems(make(f"--data.sources=[{{{sources}}}]"), 0)
+        assert [problem.key for problem in problems] in ([], [f"data.sources.0.{key}"])
         return "\n".join(map(str, problems))
 
-    good = ("texts.txt", "TEXTS.TXT", "deep", "deep/er", "shards", "prepared", "prepared/train")
-    assert [found(path) for path in good] == [""] * 7
+    good = ("texts.txt", "folder", "t*.txt", "**/*.txt", "f?lder")
+    assert [found(path) for path in good] == [""] * 5
     assert "did you mean texts.txt?" in found("text.txt")
     assert "there is no folder" in found("nowhere/text.txt")
-    assert "a .txt file, a folder of them" in found("data.bin")
-    assert all("this folder has neither" in found(path) for path in ("empty", "other", "held"))
+    assert "nothing matches this pattern" in found("*.jsonl")
+    assert "did you mean texts.txt?" in found("text.txt", "validation_path")
     both = make("--data.sources=[{path='no'}, {path='neither'}]", "--tokenizer.path=nor")
     keys = [problem.key for problem in machine_problems(both, 0)]
     assert keys == ["data.sources.0.path", "data.sources.1.path", "tokenizer.path"]
+
+
+def test_files_that_cannot_be_read(make: Make, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("text", "texts.txt", minimal=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: "texts" not in str(path))
+    (problem,) = machine_problems(make("--data.sources=[{path='texts.txt'}]"), 0)
+    assert problem.fix == "change its permissions: this file cannot be read"
 
 
 def test_tokenizer_file(make: Make, write: Write, tmp_path: Path) -> None:
     write("x", "my.model", minimal=False)
     (tmp_path / "folder").mkdir()
     assert machine_problems(make("--tokenizer.path=my.model"), 0) == []
-    for path, words in (("mi.model", "did you mean my.model?"), ("folder", "this is a folder"), ("qq/x", "no folder")):
+    assert machine_problems(make("--tokenizer.path=folder"), 0) == []  # of a Hugging Face tokenizer
+    for path, words in (("mi.model", "did you mean my.model?"), ("qq/x", "no folder")):
         (problem,) = machine_problems(make(f"--tokenizer.path={path}"), 0)
         assert problem.key == "tokenizer.path" and words in problem.fix
 
@@ -228,6 +234,7 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
         (["--model.rope_scaling.low_freq_factor=2"], 1, "model.rope_scaling.low_freq_factor: ignored while"),
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
+        (["--data.document_mask=true", "--training.seq_len=24"], 1, "which 16 does not divide"),
     ],
 )
 def test_warning(make: Make, overrides: list[str], world: int, words: str) -> None:

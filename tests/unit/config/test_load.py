@@ -113,7 +113,7 @@ def _random_value(key: Key, rng: random.Random) -> Any:
     if key.kind == "choice":
         return rng.choice(key.choices)
     if key.kind == "text":
-        letters = "aé ß\"'\\=#[]{}.$\t\n\r\x00\x1f\x7f\u2028😀" if key.dotted != "run.name" else "ab é'\"=#[]{}$😀"
+        letters = "aé ß\"'\\=#[]{}.$\t\n\r\x01\x1f\x7f\u2028😀" if key.dotted != "run.name" else "ab é'\"=#[]{}$😀"
         return "x" + "".join(rng.choice(letters) for _ in range(rng.randrange(8))) + "y"
     bounds = {type(limit).__name__: limit for limit in key.field.metadata}
     low = next((getattr(limit, name.lower()) for name, limit in bounds.items() if name in ("Gt", "Ge")), 0)

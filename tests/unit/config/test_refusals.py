@@ -199,7 +199,10 @@ def test_faults_inside_a_list_are_each_reported(refused: Refused) -> None:
     assert list(problems) == ["data.sources.0.path", "data.sources.0.wieght", "data.sources.1.weight"]
     assert problems["data.sources.1.weight"].allowed == "a number > 0"
     (problem,) = refused(overrides=('--data.sources=["a"]',))
-    assert (problem.key, problem.allowed) == ("data.sources.0", "a table with the keys path, weight")
+    assert (problem.key, problem.allowed) == (
+        "data.sources.0",
+        "a table with the keys path, weight, text_key, separator, validation_path",
+    )
 
 
 def test_section_that_is_no_table_is_not_hidden_by_an_override(refused: Refused) -> None:
@@ -234,3 +237,9 @@ def test_shown_is_short_and_quotes_as_toml() -> None:
     assert shown('a"b\n') == '"a\\"b\\n"' and shown("it's") == '"it\'s"'
     assert shown(True) == "true" and shown(1e-5) == "1e-05"
     assert len(shown("x" * 1000)) < 100 and "1002 characters" in shown("x" * 1000)
+
+
+def test_nul_characters_are_refused(refused: Refused) -> None:
+    problems = refused('[data]\ncache_dir = "a\\u0000b"\nsources = [{ path = "\\u0000" }]\n')
+    assert {problem.key for problem in problems} == {"data.cache_dir", "data.sources.0.path"}
+    assert {problem.fix for problem in problems} == {"remove the NUL characters, which no path can have"}

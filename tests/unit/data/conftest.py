@@ -10,7 +10,7 @@ import pytest
 from titanlite.config.schema import DataConfig, TokenizerConfig
 from titanlite.data.prepare import PreparedData, prepare
 from titanlite.data.text import embedded_text
-from titanlite.data.tokenizer import train_tokenizer
+from titanlite.data.train_tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def embedded(cache_dir: Path) -> PreparedData:
 
 @pytest.fixture(scope="session")
 def embedded_documents() -> list[str]:
-    return [data.decode() for _, data in embedded_text()[0].documents()]
+    return [document.text for document in embedded_text()[0].documents()]
 
 
 @pytest.fixture(scope="session")

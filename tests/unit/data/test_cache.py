@@ -95,6 +95,31 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
 
 
+def test_a_resumable_build_gets_what_the_last_one_left(tmp_path: Path):
+    place = tmp_path / "entry"
+    found = []
+
+    def build(folder: Path) -> None:
+        found.append(sorted(path.name for path in folder.iterdir()))
+        (folder / f"half {len(found)}").touch()
+        if len(found) < 3:
+            raise KeyboardInterrupt
+        (folder / "data").touch()
+
+    def get() -> None:
+        get_or_build(place, is_whole, build, what="the entry", report=print, resumable=True)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            get()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["entry.lock", "entry.partial"]
+    get()
+    get()
+    assert found == [[], ["half 1"], ["half 1", "half 2"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["entry", "entry.lock"]
+    assert is_whole(place)
+
+
 def test_a_damaged_entry_is_made_again_with_a_message(tmp_path: Path):
     place = tmp_path / "entry"
     get(place)

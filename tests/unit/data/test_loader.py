@@ -22,7 +22,6 @@ from titanlite.data.loader import (
     TrainLoader,
     ValidationData,
     build_train_loader,
-    data_fingerprint,
 )
 from titanlite.data.order import SampleOrder
 from titanlite.data.prepare import PreparedData, PreparedSource
@@ -214,27 +213,6 @@ def test_the_loader_leaves_the_random_state_alone_and_does_not_warn(prepared: Pr
 def test_batches_that_do_not_divide_are_refused(prepared: PreparedData, batch: int, world_size: int, local: int):
     with pytest.raises(ValueError, match=f"global_batch_size 12 is not whole batches of {local} on {world_size} ranks"):
         build(prepared, batch=batch, world_size=world_size, local=local)
-
-
-def test_fingerprint_names_all_that_the_samples_depend_on(prepared: PreparedData):
-    def changed(i: int, **change: object) -> PreparedData:
-        sources = list(prepared.sources)
-        fields = {**vars(sources[i]), **change}
-        sources[i] = PreparedSource(**fields)
-        return PreparedData(prepared.tokenizer_path, prepared.tokenizer_fingerprint, tuple(sources))
-
-    base = data_fingerprint(prepared, seq_len=8, seed=1)
-    others = [
-        data_fingerprint(prepared, seq_len=9, seed=1),
-        data_fingerprint(prepared, seq_len=8, seed=2),
-        data_fingerprint(changed(1, weight=0.31), seq_len=8, seed=1),
-        data_fingerprint(changed(1, fingerprint="x"), seq_len=8, seed=1),
-        data_fingerprint(PreparedData(Path(), "t" * 64, prepared.sources[::-1]), seq_len=8, seed=1),
-        data_fingerprint(PreparedData(Path(), "u" * 64, prepared.sources), seq_len=8, seed=1),
-    ]
-    assert len({base, *others}) == 7
-    moved = PreparedData(Path("elsewhere"), "t" * 64, changed(0, train=Path("elsewhere")).sources)
-    assert data_fingerprint(moved, seq_len=8, seed=1) == base
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

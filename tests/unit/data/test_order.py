@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from titanlite.data.order import BLOCK, SampleOrder, block_quotas
+from titanlite.data.order import BLOCK, Phase, SampleOrder, block_quotas
 
 # Reference: the definition in the docstring of order.py, in Python integers, one sample at a time.
 MASK = (1 << 64) - 1
@@ -43,19 +43,22 @@ def permute(x: int, size: int, key: int) -> int:
             return x
 
 
-def reference(windows: list[int], weights: list[float], seed: int, k: int) -> tuple[int, int, int]:
+def reference(
+    windows: list[int], weights: list[float], seed: int, k: int, phase: Phase | None = None
+) -> tuple[int, int, int]:
+    phase = phase or Phase(0, tuple(range(len(windows))), (0,) * len(windows))
     quotas = block_quotas(weights)
     starts = list(itertools.accumulate(quotas, initial=0))
-    block, row = divmod(k, BLOCK)
+    block, row = divmod(k - phase.start, BLOCK)
     key = key_of(1, seed, block)
     pattern = []
     for place in range(row + 1):
         permuted = permute(place, BLOCK, key)
         pattern.append(next(i for i in range(len(quotas)) if permuted < starts[i + 1]))
     source = pattern[row]
-    number = block * quotas[source] + pattern[:row].count(source)
+    number = phase.offsets[source] + block * quotas[source] + pattern[:row].count(source)
     epoch, position = divmod(number, windows[source])
-    return source, epoch, permute(position, windows[source], key_of(2, seed, source, epoch))
+    return source, epoch, permute(position, windows[source], key_of(2, seed, phase.streams[source], epoch))
 
 
 # The sample definition is final: a run's data must never change under it. Do not edit these numbers.
@@ -85,6 +88,19 @@ GOLDEN_THREE = [
     (0, 499999, 579),
     (0, 500000000, 353),
 ]
+GOLDEN_PHASE = [
+    (2, 54, 18970739463),
+    (1, 0, 11),
+    (1, 0, 17),
+    (1, 8, 30),
+    (2, 54, 18788168633),
+    (0, 3, 136),
+    (0, 3, 958),
+    (1, 40, 29),
+    (0, 64, 688),
+    (0, 500002, 503),
+    (0, 500000002, 973),
+]
 GOLDEN_SAMPLES = [0, 1, 2, 999, 1000, 1023, 1024, 5000, 123_456, 10**9, 10**12]
 
 
@@ -113,6 +129,59 @@ def test_equals_the_definition(windows: list[int], weights: list[float], seed: i
     order = SampleOrder(windows, weights, seed)
     samples = [*range(40), 1023, 1024, 2047, 2500, 10**7 + 3]
     assert [order.locate(k) for k in samples] == [reference(windows, weights, seed, k) for k in samples]
+
+
+@pytest.mark.parametrize(
+    ("windows", "weights", "phase"),
+    [
+        ([5], [1.0], Phase(0, (0,), (0,))),
+        ([5], [1.0], Phase(3, (1,), (7,))),
+        ([3, 1, 700], [0.5, 0.3, 0.2], Phase(1500, (2, 9, 0), (0, 10**12, 699))),
+    ],
+)
+def test_a_phase_equals_the_definition(windows: list[int], weights: list[float], phase: Phase):
+    order = SampleOrder(windows, weights, 7, phase=phase)
+    samples = [phase.start + k for k in (*range(40), 1023, 1024, 2047, 2500, 10**7 + 3)]
+    assert [order.locate(k) for k in samples] == [reference(windows, weights, 7, k, phase) for k in samples]
+    with pytest.raises(ValueError, match=f"start at {phase.start}"):
+        order.locate(phase.start - 1)
+
+
+def test_golden_phase():
+    phase = Phase(5000, (0, 2, 4), (2500, 0, 1 << 40))
+    order = SampleOrder([1000, 37, 20_000_000_000], [0.5, 0.3, 0.2], seed=7, phase=phase)
+    assert [order.locate(5000 + k) for k in GOLDEN_SAMPLES] == GOLDEN_PHASE
+
+
+@pytest.mark.parametrize("phase", [None, Phase(1234, (3, 0, 1), (50, 0, 77))])
+def test_counts_are_the_samples_of_each_source_before(phase: Phase | None):
+    order = SampleOrder([70, 30, 13], [0.5, 0.3, 0.2], 9, phase=phase)
+    start, offsets = order.phase.start, np.array(order.phase.offsets)
+    sources, _, _ = order.locate_many(np.arange(start, start + 3 * BLOCK))
+    for k in [*range(20), 1000, 1023, 1024, 1025, 2048, 3000, 3 * BLOCK]:
+        assert order.counts(start + k) == tuple(offsets + np.bincount(sources[:k], minlength=3))
+    assert order.counts(start + BLOCK) == tuple(offsets + order.quotas)
+    one = SampleOrder([70], [1.0], 9, phase=Phase(5, (1,), (3,)))
+    assert one.counts(5) == (3,) and one.counts(2000) == (1998,)
+
+
+def test_counts_far_away_cost_one_block():
+    order = SampleOrder([10**11, 10**10], [3, 1], seed=1)
+    assert order.counts(10**15 * BLOCK) == (768 * 10**15, 256 * 10**15)
+
+
+@pytest.mark.parametrize("k", [0, 1, 699, 1023, 1024, 1700, 5000])
+def test_a_phase_with_the_same_sources_goes_on_in_their_permutations(k: int):
+    """Whatever the mix: a source's windows come in the order in which they would have come."""
+    first = SampleOrder([700, 300], [3, 1], seed=4)
+    second = SampleOrder([300, 700], [1, 1], seed=4, phase=Phase(k, (1, 0), first.counts(k)[::-1]))
+    one = np.stack(first.locate_many(np.arange(12_000)), axis=1)
+    both = np.concatenate([one[:k], np.stack(second.locate_many(np.arange(k, 12_000)), axis=1)])
+    both[k:, 0] = 1 - both[k:, 0]
+    for source in (0, 1):
+        plain, changed = one[one[:, 0] == source], both[both[:, 0] == source]
+        n = min(len(plain), len(changed))
+        assert n > 2000 and np.array_equal(plain[:n], changed[:n])
 
 
 def test_locate_many_is_locate_in_any_order_and_any_cut():
@@ -185,6 +254,22 @@ def test_quota_ties_go_to_the_lower_index():
     assert block_quotas([2, 2, 2]) == (342, 341, 341)
 
 
+def test_the_counts_of_the_issue():
+    """0.5/0.3/0.2 in every block of 2.5 epochs of the smallest source, and of the largest."""
+    windows, weights = [40_000, 9_000, 3_000], np.array([0.5, 0.3, 0.2])
+    order = SampleOrder(windows, weights.tolist(), seed=12)
+    quotas = np.array(order.quotas)
+    n_blocks = int(2.5 * windows[0] / quotas[0]) + 1
+    sources, epochs, _ = order.locate_many(np.arange(n_blocks * BLOCK))
+    running = np.zeros(3, dtype=int)
+    for number, block in enumerate(sources.reshape(n_blocks, BLOCK), start=1):
+        counts = np.bincount(block, minlength=3)
+        assert np.all(np.abs(counts - BLOCK * weights) < 1)
+        running += counts
+        assert np.array_equal(running, number * quotas), "exact over whole blocks"
+    assert [int(epochs[sources == i].max()) for i in range(3)] == [2, 6, 13]
+
+
 def test_weights_are_realised_in_every_block():
     order = SampleOrder([400, 90, 5000], [0.5, 0.3, 0.2], seed=3)
     sources, _, _ = order.locate_many(np.arange(50 * BLOCK))
@@ -231,6 +316,31 @@ def test_length_ends_just_before_a_source_is_over_the_limit(windows: list[int], 
     _, seen, _ = order.locate_many(np.arange(order.length + 1))
     assert seen[:-1].max(initial=0) < epochs
     assert seen[-1] == epochs
+
+
+@pytest.mark.parametrize(
+    ("windows", "weights", "offsets", "epochs", "length"),
+    [
+        ([100], [1], (30,), 1, 70),
+        ([100], [1], (30,), 3, 270),
+        ([100], [1], (130,), 1, 0),
+        ([700, 300], [1, 1], (650, 0), 1, None),
+        ([700, 300], [1, 1], (0, 300), 1, None),
+        ([700, 300], [1, 1], (100, 1000), 2, None),
+        ([50, 90, 4000], [5, 3, 2], (0, 7, 3999), 2, None),
+    ],
+)
+def test_length_counts_what_earlier_phases_read(
+    windows: list[int], weights: list[float], offsets: tuple[int, ...], epochs: int, length: int | None
+):
+    start = 12_345
+    phase = Phase(start, tuple(range(len(windows))), offsets)
+    order = SampleOrder(windows, weights, seed=2, epochs=epochs, phase=phase)
+    assert order.length is not None and order.length >= start
+    assert length is None or order.length == start + length
+    _, seen, _ = order.locate_many(np.arange(start, order.length + 1))
+    assert seen[:-1].max(initial=0) < epochs
+    assert seen[-1] >= epochs
 
 
 def test_length_of_one_source_is_all_of_it_and_none_without_a_limit():

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +14,14 @@ import pytest
 
 from titanlite.config.problems import InputError
 from titanlite.config.schema import DataConfig, SourceConfig, TokenizerConfig
+from titanlite.data import build as build_module
 from titanlite.data import prepare as prepare_module
+from titanlite.data import records as records_module
 from titanlite.data import text as text_module
-from titanlite.data import tokenizer as tokenizer_module
+from titanlite.data import train_tokenizer as train_module
 from titanlite.data.prepare import PreparedData, prepare
 from titanlite.data.shards import TokenShards
-from titanlite.data.text import EMBEDDED_FINGERPRINT, check_embedded, embedded_text
+from titanlite.data.text import EMBEDDED_FINGERPRINT, Chunk, check_embedded, embedded_text
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 Prepare = Callable[..., PreparedData]
@@ -44,11 +42,16 @@ def run(tmp_path: Path, small_model: Path) -> Prepare:
         seq_len: int = 32,
         report: Callable[[str], None] = lambda message: None,
         validation: bool = False,
+        eos_token: str = "",
+        source: dict[str, str] | None = None,
+        **data_keys: Any,
     ) -> PreparedData:
         weights = weights or (1.0,) * len(paths)
-        sources = tuple(SourceConfig(path=str(p), weight=w) for p, w in zip(paths, weights, strict=True))
-        data = DataConfig(sources=sources, validation_fraction=fraction, cache_dir=str(tmp_path / "cache"))
-        tokenizer = TokenizerConfig(path=str(model), add_bos=bos, add_eos=eos)
+        sources = tuple(
+            SourceConfig(path=str(p), weight=w, **(source or {})) for p, w in zip(paths, weights, strict=True)
+        )
+        data = DataConfig(sources=sources, validation_fraction=fraction, cache_dir=str(tmp_path / "cache"), **data_keys)
+        tokenizer = TokenizerConfig(path=str(model), add_bos=bos, add_eos=eos, eos_token=eos_token)
         return prepare(data, tokenizer, vocab_size, seq_len, report=report, validation=validation)
 
     return run
@@ -74,9 +77,9 @@ def test_embedded_text_is_the_released_one(embedded: PreparedData):
     text, version = embedded_text()
     documents = list(text.documents())
     assert version == "1.14.0"
-    assert (len(documents), sum(len(data) for _, data in documents)) == (854, 16_612_271)
-    assert not any("tests" in Path(file).parts for file in text.files)
-    assert list(text.files) == sorted(text.files)
+    assert (len(text.files), sum(document.size for document in documents)) == (854, 16_612_271)
+    assert not any("tests" in Path(file.name).parts for file in text.files)
+    assert [file.name for file in text.files] == sorted(file.name for file in text.files)
     messages: list[str] = []
     check_embedded(version, text.fingerprint(Path("/nonexistent")), messages.append)
     assert messages == [f"embedded text: Python source of sympy 1.14.0, sha256 {EMBEDDED_FINGERPRINT}"]
@@ -147,19 +150,11 @@ def test_marks_of_documents(run: Prepare, text_folder: Path, small_model: Path, 
     assert tokens_of(run(path, bos=bos, eos=eos).sources[0].train) == [1] * bos + ids + [2] * eos
 
 
-def test_one_id_for_both_marks_is_written_twice(
-    run: Prepare, text_folder: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def load(path: Path) -> Tokenizer:
-        tokenizer = load_tokenizer(path)
-        tokenizer.bos_id = tokenizer.eos_id
-        return tokenizer
-
-    monkeypatch.setattr(prepare_module, "load_tokenizer", load)
-    tokens = tokens_of(run(text_folder, bos=True, eos=True).sources[0].train)
-    assert tokens[0] == tokens[-1] == 2
-    assert tokens.count(2) == 22
-    assert sum(pair == (2, 2) for pair in itertools.pairwise(tokens)) == 10
+def test_one_id_for_both_marks_is_written_twice(run: Prepare, text_folder: Path):
+    tokens = tokens_of(run(text_folder, bos=True, eos=True, eos_token="<s>").sources[0].train)
+    assert tokens[0] == tokens[-1] == 1
+    assert tokens.count(1) == 22
+    assert sum(pair == (1, 1) for pair in itertools.pairwise(tokens)) == 10
 
 
 def test_large_vocabularies_are_written_as_uint32(
@@ -167,7 +162,7 @@ def test_large_vocabularies_are_written_as_uint32(
 ):
     narrow = run(text_folder).sources[0]
     shutil.rmtree(text_folder.parent / "cache")
-    monkeypatch.setattr(prepare_module, "token_dtype", lambda vocab_size: "uint32")
+    monkeypatch.setattr(build_module, "token_dtype", lambda vocab_size: "uint32")
     wide = run(text_folder).sources[0]
     assert TokenShards(wide.train).meta["dtype"] == "uint32"
     assert tokens_of(wide.train) == tokens_of(narrow.train)
@@ -177,7 +172,7 @@ def test_the_second_time_nothing_is_done(run: Prepare, text_folder: Path, monkey
     messages: list[str] = []
     first = run(text_folder, fraction=0.3, report=messages.append)
     assert any("tokenised" in message and "held out" in message for message in messages)
-    monkeypatch.setattr(prepare_module, "_tokenise", lambda *args: pytest.fail("tokenised again"))
+    monkeypatch.setattr(prepare_module, "build", lambda *args, **named: pytest.fail("tokenised again"))
     messages.clear()
     assert run(text_folder, fraction=0.3, report=messages.append) == first
     assert messages == []
@@ -304,7 +299,7 @@ def test_progress_on_a_terminal_is_a_bar(
     run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(prepare_module.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(build_module.sys.stderr, "isatty", lambda: terminal, raising=False)
     messages: list[str] = []
     run(text_folder, report=messages.append)
     assert [message.split()[0] for message in messages] == ["tokenising", "tokenised"]
@@ -317,8 +312,8 @@ def test_bits_per_byte_of_a_tokenizer_that_loses_text_are_warned_of(run: Prepare
     options = {"remove_extra_whitespaces": True, "allow_whitespace_only_pieces": False}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in options.items():
-            patch.setitem(tokenizer_module._TRAINING, name, value)
-        lossy.write_bytes(tokenizer_module.train_tokenizer(["the cat sat on the mat"] * 20, 280))
+            patch.setitem(train_module._TRAINING, name, value)
+        lossy.write_bytes(train_module.train_tokenizer(["the cat sat on the mat"] * 20, 280))
     for model, validation, warned in ((lossy, True, True), (lossy, False, False), (None, True, False)):
         messages: list[str] = []
         named = {} if model is None else {"model": model}
@@ -327,10 +322,10 @@ def test_bits_per_byte_of_a_tokenizer_that_loses_text_are_warned_of(run: Prepare
 
 
 def test_all_wrong_inputs_are_reported_at_once(run: Prepare, tmp_path: Path):
-    (tmp_path / "x.jsonl").write_text("{}")
+    (tmp_path / "x.md").touch()
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "x.parquet").touch()
-    bad = [tmp_path / "absent.txt", tmp_path / "x.jsonl", tmp_path / "folder"]
+    (tmp_path / "folder" / "x.md").touch()
+    bad = [tmp_path / "absent.txt", tmp_path / "x.md", tmp_path / "folder"]
     with pytest.raises(InputError) as caught:
         run(*bad, model=tmp_path / "absent.model")
     keys = [problem.key for problem in caught.value.problems]
@@ -338,15 +333,15 @@ def test_all_wrong_inputs_are_reported_at_once(run: Prepare, tmp_path: Path):
     assert all(problem.fix for problem in caught.value.problems)
     text = str(caught.value)
     assert "which does not exist" in text
-    assert "x.jsonl'; allowed: a folder of token shards, a .txt file, a folder with .txt files" in text
-    assert "a folder without .txt files (it has .parquet)" in text
+    assert "x.md'; allowed: a file, a folder or a glob of .txt" in text
+    assert "a folder without text files (it has .md)" in text
 
 
 def test_ids_that_do_not_fit_the_model_or_are_missing_are_refused(
     run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def load(path: Path) -> Tokenizer:
-        tokenizer = load_tokenizer(path)
+    def load(path: Path, **tokens: str) -> Tokenizer:
+        tokenizer = load_tokenizer(path, **tokens)
         tokenizer.bos_id = tokenizer.eos_id = -1
         return tokenizer
 
@@ -356,20 +351,20 @@ def test_ids_that_do_not_fit_the_model_or_are_missing_are_refused(
         run(text_folder, bos=True, eos=True, vocab_size=511)
     vocabulary, bos, eos = map(str, caught.value.problems)
     assert "model.vocab_size: got 511, but the tokenizer" in vocabulary and "at least 512" in vocabulary
-    assert "tokenizer.add_bos: got true, but the tokenizer" in bos and "has no BOS id" in bos
-    assert "tokenizer.add_eos: got true, but the tokenizer" in eos and "has no EOS id" in eos
+    assert "tokenizer.add_bos: got true, but the tokenizer" in bos and "names no BOS id" in bos
+    assert "tokenizer.add_eos: got true, but the tokenizer" in eos and "names no EOS id" in eos
 
 
 def test_text_that_changes_while_it_is_read_is_not_kept(
     run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    tokenise = prepare_module._tokenise
+    tokenise = build_module.Tokenise.__call__
 
-    def changing(*args: Any) -> str:
+    def changing(self: build_module.Tokenise, chunk: Chunk) -> build_module.Result:
         (text_folder / "00.txt").write_text("another text")
-        return tokenise(*args)
+        return tokenise(self, chunk)
 
-    monkeypatch.setattr(prepare_module, "_tokenise", changing)
+    monkeypatch.setattr(build_module.Tokenise, "__call__", changing)
     with pytest.raises(InputError, match="files that changed while they were read"):
         run(text_folder)
     assert not list((text_folder.parent / "cache" / "tokens").rglob("meta.json"))
@@ -381,45 +376,31 @@ def test_a_cache_that_cannot_be_written(run: Prepare, text_folder: Path, tmp_pat
         run(text_folder)
 
 
-def prepare_slowly(data: DataConfig, tokenizer: TokenizerConfig, wrote: Any, seconds: float) -> None:
-    """prepare() that tokenises document by document and is slow after each."""
-    prepare_module._BATCH_BYTES = 1
-    encode = Tokenizer.encode_batch
+def test_an_interrupted_preparation_goes_on(run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records_module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(build_module, "_FEW_CHUNKS", 1000)  # all in this process
+    defaults = build_module.build.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "journal_seconds", 0.0)
+    (whole,) = run(text_folder, fraction=0.3).sources
+    expected = {part: (whole.train.parent / part / "00000.bin").read_bytes() for part in ("train", "validation")}
+    shutil.rmtree(text_folder.parent / "cache" / "tokens")
+    tokenise, calls = build_module.Tokenise.__call__, itertools.count()
 
-    def slow(self: Tokenizer, texts: list[str], *, num_threads: int = 1) -> list[np.ndarray]:
-        wrote.release()
-        time.sleep(seconds)
-        return encode(self, texts, num_threads=num_threads)
+    def interrupted(self: build_module.Tokenise, chunk: Chunk) -> build_module.Result:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return tokenise(self, chunk)
 
-    Tokenizer.encode_batch = slow  # type: ignore[method-assign,assignment]
-    prepare(data, tokenizer, 512, 32, report=lambda message: None)
-
-
-def test_a_preparation_killed_at_any_time_gives_the_same_shards_later(
-    tmp_path: Path, text_folder: Path, small_model: Path, run: Prepare
-):
-    data = DataConfig(
-        sources=(SourceConfig(path=str(text_folder)),), validation_fraction=0.3, cache_dir=str(tmp_path / "killed")
-    )
-    tokenizer = TokenizerConfig(path=str(small_model))
-    context = multiprocessing.get_context("fork")  # children of a parent that only reads and sleeps
-    for documents in (1, 4, 9):
-        wrote = context.Semaphore(0)
-        process = context.Process(target=prepare_slowly, args=(data, tokenizer, wrote, 0.05))
-        process.start()
-        for _ in range(documents):
-            assert wrote.acquire(timeout=30)
-        assert process.pid
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        entries = [p for p in (tmp_path / "killed" / "tokens").iterdir() if p.suffix not in (".tmp", ".lock")]
-        assert entries == []
-    (after,) = prepare(data, tokenizer, 512, 32, report=lambda message: None).sources
-    (plain,) = run(text_folder, fraction=0.3).sources
-    assert not list((tmp_path / "killed" / "tokens").glob("*.tmp"))
-    for part in ("train", "validation"):
-        for name in ("meta.json", "00000.bin"):
-            assert (after.train.parent / part / name).read_bytes() == (plain.train.parent / part / name).read_bytes()
+    monkeypatch.setattr(build_module.Tokenise, "__call__", interrupted)
+    messages: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(text_folder, fraction=0.3)
+    (source,) = run(text_folder, fraction=0.3, report=messages.append).sources
+    assert source == whole
+    assert any("going on in" in message for message in messages)
+    assert expected == {part: (whole.train.parent / part / "00000.bin").read_bytes() for part in expected}
+    assert not list(whole.train.parents[1].glob("*.partial"))
 
 
 def test_meta_says_what_was_prepared(run: Prepare, text_folder: Path):

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,3 +161,69 @@ def test_a_folder_without_its_meta_does_not_count(tmp_path: Path):
     writer.write(np.arange(10), documents=1, text_bytes=1)
     with pytest.raises(InputError, match="no such file"):
         TokenShards(tmp_path)
+
+
+def test_marks_are_in_the_meta_when_they_are_known(tmp_path: Path):
+    known: list[dict[str, Any]] = [{}, {"bos_id": -1, "eos_id": 2}, {"bos_id": 0, "eos_id": -1}]
+    for i, marks in enumerate(known):
+        writer = ShardWriter(tmp_path / str(i), dtype="uint16", tokenizer="t" * 64, **marks)
+        writer.close()
+        shards = TokenShards(tmp_path / str(i))
+        assert (shards.bos_id, shards.eos_id) == (marks.get("bos_id"), marks.get("eos_id"))
+        assert ("bos_id" in shards.meta) == bool(marks)
+
+
+@pytest.mark.parametrize("bad", [True, -2, "1", None, 1.0])
+def test_a_mark_that_is_no_id_is_refused(tmp_path: Path, bad: object):
+    write(tmp_path, np.arange(97))
+    edit_meta(lambda meta: meta.update(eos_id=bad))(tmp_path)
+    with pytest.raises(InputError, match=f"got eos_id {bad!r}; allowed: an id, or -1"):
+        TokenShards(tmp_path)
+
+
+def test_a_shard_is_partial_until_it_is_full(tmp_path: Path):
+    writer = ShardWriter(tmp_path, dtype="uint16", tokenizer="t" * 64, shard_tokens=10)
+    writer.write(np.arange(25), documents=1, text_bytes=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000.bin", "00001.bin", "00002.bin.partial"]
+    assert writer.shards == 2
+    writer.close()
+    assert sorted(path.name for path in tmp_path.glob("*.bin*")) == ["00000.bin", "00001.bin", "00002.bin"]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("more", [0, 1, 7, 60])
+def test_a_writer_goes_on_from_a_state(tmp_path: Path, dtype: str, more: int):
+    """more: tokens written after the state was taken, and lost."""
+    whole = write(tmp_path / "whole", np.arange(97), dtype=dtype, shard_tokens=10)
+    for n in range(7):
+        folder = tmp_path / str(n)
+        options: dict[str, Any] = {"dtype": dtype, "tokenizer": "t" * 64, "shard_tokens": 10}
+        writer = ShardWriter(folder, **options)
+        parts = np.array_split(np.arange(97), 7)
+        for part in parts[:n]:
+            writer.write(part, documents=1, text_bytes=3 * len(part))
+        state = json.loads(json.dumps(writer.sync()))
+        writer.write(np.arange(more), documents=1, text_bytes=1)
+        writer.close() if n % 2 else writer.abandon()
+        writer = ShardWriter(folder, **options, state=state)
+        assert not (folder / "meta.json").exists()
+        for part in parts[n:]:
+            writer.write(part, documents=1, text_bytes=3 * len(part))
+        writer.close()
+        assert TokenShards(folder).meta == whole.meta
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+            path.name: path.read_bytes() for path in whole.path.iterdir()
+        }
+
+
+def test_what_was_synced_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced = []
+    monkeypatch.setattr(shards_module, "fsync_file", lambda file: synced.append(Path(file.name).name))
+    writer = ShardWriter(tmp_path, dtype="uint16", tokenizer="t" * 64, shard_tokens=10)
+    writer.write(np.arange(15), documents=1, text_bytes=1)
+    writer.sync()
+    writer.sync()  # nothing new
+    writer.write(np.arange(1), documents=1, text_bytes=1)
+    writer.sync()
+    writer.abandon()
+    assert synced == ["00000.bin.partial", "00001.bin.partial", "00001.bin.partial"]

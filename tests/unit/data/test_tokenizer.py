@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -10,17 +13,14 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from tests.unit.data.hard_text import HARD
 from titanlite.config.problems import InputError
+from titanlite.config.schema import EMBEDDED_VOCAB_SIZE
+from titanlite.data import sentencepiece_model
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.prepare import PreparedData
-from titanlite.data.tokenizer import EMBEDDED_VOCAB_SIZE, Tokenizer, load_tokenizer, train_tokenizer
-
-HARD = [
-    "", " ", "  ", "\n", "\n\n\n", " \n ", "\t\tx\t", "a\x0cb", "a\r\nb\rc", "a\0b\0", "\x1b[0m\x7f", "x   ", "   x",
-    "▁", "▁▁▁", "a▁b", " ▁ ▁", "▁ a", "▁a\n▁", "\n▁", "▅", "⁇", " ⁇ ", "<s>a</s><unk><pad>", "<0x0A><0xE2>", "\ufffd",
-    "\ufeffbom", "ﬁ Ⅵ ｱ é e\u0301", "😀👩‍👩‍👧 中文 עברית", "\u2028\u2029\x85\xa0\u200b\u3000", "\U0010ffff",
-    "def f(x):\n    return x**2\n",
-]  # fmt: skip
+from titanlite.data.sentencepiece_model import SentencePieceTokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -91,8 +91,8 @@ def test_a_long_document_gives_the_ids_of_the_whole(
     text = max(embedded_documents, key=len)[:100_000]
     plain = sentencepiece.SentencePieceProcessor(model_proto=embedded.tokenizer_path.read_bytes())
     whole = np.array(plain.encode(text))
-    monkeypatch.setattr(tokenizer_module, "_PART_CHARS", 10_000)
-    monkeypatch.setattr(tokenizer_module, "_GROUP", 3)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARS", 10_000)
+    monkeypatch.setattr(sentencepiece_model, "_GROUP", 3)
     assert len(list(tokenizer._parts(text))) >= 10
     assert np.array_equal(tokenizer.encode(text), whole)
     line = "ab ▁ " * 10_000  # no newline to cut after
@@ -111,39 +111,27 @@ def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer):
         tokenizer.encode("a\ud800")
 
 
-def test_training_is_deterministic_and_independent_of_threads(
-    embedded_documents: list[str], small_model: Path, monkeypatch: pytest.MonkeyPatch
-):
-    lines = [line for document in embedded_documents[:40] for line in document.split("\n") if line]
-    assert train_tokenizer(lines, 512) == small_model.read_bytes()
-    monkeypatch.setitem(tokenizer_module._TRAINING, "num_threads", 1)
-    one = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(lines, 512))
-    two = sentencepiece.SentencePieceProcessor(model_proto=small_model.read_bytes())
-    assert [one.id_to_piece(i) for i in range(512)] == [two.id_to_piece(i) for i in range(512)]
-    assert [one.get_score(i) for i in range(512)] == [two.get_score(i) for i in range(512)]
-
-
 def test_a_model_with_a_dummy_prefix_comes_back_too(monkeypatch: pytest.MonkeyPatch):
     """The shape of Llama 2's: a space before the text, byte fallback, no normalisation."""
     options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
-    tokenizer = Tokenizer(other_model(model_type="bpe", vocab_size=300, **options))
+    tokenizer = SentencePieceTokenizer(other_model(model_type="bpe", vocab_size=300, **options))
     assert tokenizer.exact
-    monkeypatch.setattr(tokenizer_module, "_PART_CHARS", 5)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARS", 5)
     for text in [*HARD, "the cat\n sat\non the mat\n" * 3]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_a_model_that_normalises_says_that_it_is_not_exact(monkeypatch: pytest.MonkeyPatch):
-    tokenizer = Tokenizer(other_model(model_type="unigram", vocab_size=60))
+    tokenizer = SentencePieceTokenizer(other_model(model_type="unigram", vocab_size=60))
     assert not tokenizer.exact
-    monkeypatch.setattr(tokenizer_module, "_PART_CHARS", 8)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARS", 8)
     assert (
         tokenizer.decode(tokenizer.encode("the cat\nsat on\nthe mat")) == "the cat sat on the mat"
     )  # no word is glued
 
 
 def test_a_missing_id_is_minus_one():
-    tokenizer = Tokenizer(other_model(model_type="bpe", vocab_size=60, bos_id=-1, eos_id=-1))
+    tokenizer = SentencePieceTokenizer(other_model(model_type="bpe", vocab_size=60, bos_id=-1, eos_id=-1))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (-1, -1)
 
 
@@ -182,8 +170,117 @@ def test_the_silent_cut_is_one_that_sentencepiece_takes():
     assert sentencepiece.SentencePieceProcessor(model_proto=cut).vocab_size() == 40
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
+def test_a_missing_file_and_an_empty_folder_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match="No such file"):
         load_tokenizer(tmp_path / "absent.model")
-    with pytest.raises(InputError, match="directory"):
+    with pytest.raises(InputError, match="File name too long"):
+        load_tokenizer("x" * 5000)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"a folder without tokenizer.json or tokenizer.model \(it has config.json\)"):
         load_tokenizer(tmp_path)
+
+
+def test_a_folder_with_a_model_and_any_name_of_one_are_taken(tmp_path: Path, small_model: Path):
+    (tmp_path / "tokenizer.model").write_bytes(small_model.read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.kind, tokenizer.path) == ("sentencepiece", tmp_path / "tokenizer.model")
+    assert tokenizer.fingerprint == hashlib.sha256(small_model.read_bytes()).hexdigest()
+    (tmp_path / "tokenizer.model.v3").write_bytes(small_model.read_bytes())
+    assert load_tokenizer(tmp_path / "tokenizer.model.v3").vocab_size == 512
+
+
+TIKTOKEN = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "said", "fix"),
+    [
+        ("tokenizer.model", TIKTOKEN, "a tiktoken vocabulary", "tokenizer.json of the model's Hugging Face repository"),
+        ("small.vocab", "<unk>\t0\n<s>\t0\n▁a\t-1.5\n", "a sentencepiece .vocab file", "small.model'"),
+        ("other.vocab", "<unk>\t0\n▁a\t-1.5e-05\n", "a sentencepiece .vocab file", "the .model file that was made"),
+        (
+            "tokenizer.model",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 499723\n",
+            "a pointer that git-lfs left",
+            "git lfs pull",
+        ),
+    ],
+)
+def test_what_is_often_mistaken_for_a_model_is_named(
+    tmp_path: Path, small_model: Path, name: str, contents: str, said: str, fix: str
+):
+    (tmp_path / "small.model").write_bytes(small_model.read_bytes())
+    (tmp_path / name).write_text(contents)
+    with pytest.raises(InputError) as caught:
+        load_tokenizer(tmp_path / name, "some.key")
+    (problem,) = caught.value.problems
+    assert problem.key == "some.key" and said in problem.got and fix in problem.fix
+
+
+# --- marks ---
+
+
+def test_marks_can_be_chosen(tmp_path: Path):
+    path = tmp_path / "x.model"
+    path.write_bytes(other_model(model_type="bpe", vocab_size=70, control_symbols=["<doc>", "</doc>"]))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.special_pieces == ("<s>", "</s>", "<doc>", "</doc>")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id) == (1, 2, 0)
+    chosen = load_tokenizer(path, bos_token="<doc>", eos_token="</doc>")
+    assert (chosen.bos_id, chosen.eos_id) == (3, 4)
+    assert chosen.fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        ("</dok>", r"tokenizer.eos_token: got '</dok>', which .*x.model' does not have; .*'<doc>'(.|\n)*mean '</doc>'"),
+        ("zzzz", r"does not have(.|\n)*choose one of them"),
+        ("<mask>", r"'<mask>', which .* also writes where a text says so(.|\n)*add_eos=false"),
+        ("t", "also writes where a text says so"),
+    ],
+)
+def test_a_mark_that_is_none_is_refused(tmp_path: Path, piece: str, said: str):
+    path = tmp_path / "x.model"
+    symbols = {"control_symbols": ["<doc>", "</doc>"], "user_defined_symbols": ["<mask>"]}
+    path.write_bytes(other_model(model_type="bpe", vocab_size=70, **symbols))
+    with pytest.raises(InputError, match=said):
+        load_tokenizer(path, eos_token=piece)
+
+
+# --- later parts ---
+
+
+def test_a_text_that_goes_on_gets_no_space_before_it(tokenizer: Tokenizer):
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+    with_prefix = SentencePieceTokenizer(other_model(model_type="bpe", vocab_size=300, **options))
+    text = "the cat\nsat on ▁ the mat\n"
+    for one in (tokenizer, with_prefix):
+        for cut in (text.index("\n") + 1, text.index("\u2581"), text.index("\u2581") + 1):
+            parts = one.encode_parts([text[:cut], text[cut:]], [True, False])
+            assert np.array_equal(np.concatenate(parts), one.encode(text))
+    assert len(with_prefix.encode_parts([""], [False])[0]) == 0
+
+
+# --- models that others released ---
+
+
+def test_mistrals_models():
+    found = importlib.util.find_spec("mistral_common")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("mistral_common is not installed")
+    folder = Path(next(iter(found.submodule_search_locations))) / "data"
+    models = sorted(path for path in folder.iterdir() if ".model." in path.name)
+    assert models
+    for path in models:
+        tokenizer = load_tokenizer(path)
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id) == (1, 2, 0)
+        assert tokenizer.vocab_size == (32000 if path.name.endswith(".v1") else 32768)
+        assert tokenizer.exact and tokenizer.special_pieces[:2] == ("<s>", "</s>")
+        ids = tokenizer.encode_batch(HARD)
+        assert [tokenizer.decode(one) for one in ids] == HARD
+        specials = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes[i] == 0]
+        assert not np.isin(np.concatenate(tokenizer.encode_batch([*tokenizer.special_pieces])), specials).any()
+    for path in folder.glob("tekken*.json"):
+        with pytest.raises(InputError, match=r"a tekken\.json"):
+            load_tokenizer(path)

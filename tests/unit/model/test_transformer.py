@@ -193,7 +193,8 @@ def test_shuffled_rows_with_their_positions_give_shuffled_logits() -> None:
     order = torch.stack([torch.randperm(24, generator=torch.Generator().manual_seed(s)) for s in range(3)])
     wanted = model(tokens).gather(1, order[..., None].expand(-1, -1, 257))
 
-    def attend_by_position(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_by_position(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is None
         mask = order[:, None, :, None] >= order[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 

@@ -1,0 +1,124 @@
+"""With document masks on, batches say which document of its row each token is in."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.config.schema import DataConfig
+from titanlite.data.loader import IGNORED, Batch, TrainLoader, ValidationData, build_train_loader
+from titanlite.data.prepare import PreparedData, PreparedSource
+from titanlite.data.shards import ShardWriter
+
+SEQ_LEN = 8
+BOS, EOS = 1, 2
+DOCUMENTS = [[11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32], [41], [51, 52], [61, 62, 63, 64]]
+
+
+def prepare(folder: Path, tokens: list[int], tokenizer: Path) -> PreparedData:
+    for part in ("train", "validation"):
+        writer = ShardWriter(folder / part, dtype="uint16", tokenizer="t" * 64)
+        writer.write(np.array(tokens), documents=1, text_bytes=1)
+        writer.close()
+    source = PreparedSource(folder / "train", folder / "validation", 1.0, "f" * 64)
+    return PreparedData(tokenizer, "t" * 64, (source,))
+
+
+def build(prepared: PreparedData, marks: tuple[int, int] | None, num_workers: int = 0) -> TrainLoader:
+    return build_train_loader(
+        prepared,
+        DataConfig(num_workers=num_workers, epochs=1),
+        seq_len=SEQ_LEN,
+        seed=1,
+        global_batch_size=3,
+        data_rank=0,
+        data_size=1,
+        local_batch_size=1,
+        start_sample=0,
+        pin_memory=False,
+        document_marks=marks,
+    )
+
+
+def by_tokens(batches: list[Batch]) -> dict[tuple[int, ...], list[int]]:
+    """Tokens of every row -> its documents."""
+    return {
+        tuple(tokens.tolist()): documents.tolist()
+        for batch in batches
+        for tokens, documents in zip(batch["tokens"], batch["documents"], strict=True)
+    }
+
+
+# Windows of 8: the second and third start in the middle of a document.
+CASES = {
+    "bos": (
+        (BOS, -1),
+        [[1, 11, 12, 13, 1, 21, 22, 23], [24, 25, 26, 27, 28, 29, 30, 31], [32, 1, 41, 1, 51, 52, 1, 61]],
+        [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 2, 2, 2, 3, 3]],
+    ),
+    "eos": (
+        (-1, EOS),
+        [[11, 12, 13, 2, 21, 22, 23, 24], [25, 26, 27, 28, 29, 30, 31, 32], [2, 41, 2, 51, 52, 2, 61, 62]],
+        [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 2, 2, 2, 3, 3]],
+    ),
+    "both": (
+        (BOS, EOS),
+        [[1, 11, 12, 13, 2, 1, 21, 22], [23, 24, 25, 26, 27, 28, 29, 30], [31, 32, 2, 1, 41, 2, 1, 51]],
+        [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2]],
+    ),
+    # The last token of the first window starts a document, as its label says; that of the third does not.
+    "one id for both": (
+        (EOS, EOS),
+        [[2, 11, 12, 13, 14, 15, 2, 2], [21, 22, 23, 24, 25, 2, 2, 41], [2, 2, 51, 52, 53, 54, 55, 2]],
+        [[0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]],
+    ),
+}
+
+
+def stream(case: str) -> list[int]:
+    (bos, eos), rows, _ = CASES[case]
+    if bos == eos:
+        return [*chain.from_iterable(rows), 2, 61]
+    before, after = [bos] * (bos >= 0), [eos] * (eos >= 0)
+    return list(chain.from_iterable(before + document + after for document in DOCUMENTS))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_documents_of_training_batches(case: str, num_workers: int, tmp_path: Path):
+    marks, rows, documents = CASES[case]
+    loader = build(prepare(tmp_path, stream(case), tmp_path), marks, num_workers)
+    steps = list(loader)
+    found = by_tokens([batch for step in steps for batch in step])
+    wanted = dict(zip(map(tuple, rows), documents, strict=True))
+    assert len(steps[0]) == 3 and found == wanted
+    for batch in (batch for step in steps for batch in step):
+        assert batch["documents"].shape == batch["tokens"].shape == (1, SEQ_LEN)
+        assert batch["documents"].dtype == torch.int32 and batch["documents"].is_contiguous()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_documents_of_validation_batches(case: str, tmp_path: Path, small_model: Path):
+    marks, rows, documents = CASES[case]
+    validation = ValidationData(prepare(tmp_path, stream(case), small_model), SEQ_LEN, 0, marks)
+    batches = list(validation.batches(0, 1, 4))
+    found = by_tokens(batches)
+    assert [found[tuple(row)] for row in rows] == documents
+    batch = batches[0]
+    assert batch["documents"].shape == (4, SEQ_LEN) and batch["documents"].dtype == torch.int32
+    assert torch.all(batch["labels"][3] == IGNORED), "a row of padding has documents like any other"
+
+
+def test_labels_and_tokens_stay_as_they_are_and_no_mask_means_no_key(tmp_path: Path, small_model: Path):
+    prepared = prepare(tmp_path, stream("both"), small_model)
+    plain, masked = (list(build(prepared, marks)) for marks in (None, (BOS, EOS)))
+    for one, other in zip(plain, masked, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert set(a) == {"tokens", "labels", "sample_ids"} and set(b) == {*a, "documents"}
+            assert all(torch.equal(a[key], b[key]) for key in a)
+    (batch,) = ValidationData(prepared, SEQ_LEN).batches(0, 1, 4)
+    assert "documents" not in batch
