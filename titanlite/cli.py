@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print_problems(error.problems)
         return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_ERROR
     except BrokenPipeError:  # `titanlite config NAME | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR

@@ -16,10 +16,11 @@ def say(message: str) -> None:
     print(f"titanlite: {message}", file=sys.stderr, flush=True)
 
 
-def print_problems(problems: Sequence[Problem]) -> None:
+def print_problems(problems: Sequence[Problem], outcome: str = "") -> None:
+    """outcome: what they have led to, if it is more than that the command ends."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     text = "\n".join(str(problem) for problem in problems).replace("\n", "\n  ")
-    say(f"{count}, nothing was started\n  {text}")
+    say(f"{count}{outcome and f', {outcome}'}\n  {text}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return launch(sys.argv[1:] if argv is None else argv)
     except InputError as error:
-        print_problems(error.problems)
+        print_problems(error.problems, "nothing was started")
         return EXIT_WRONG_INPUT
     except KeyboardInterrupt:
         say("interrupted")

@@ -12,7 +12,7 @@ def main() -> int:
     try:
         return launch.launch(sys.argv[1:], worker="tests.cli.stub_worker")
     except InputError as error:
-        print_problems(error.problems)
+        print_problems(error.problems, "nothing was started")
         return 2
 
 

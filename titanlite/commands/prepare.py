@@ -28,7 +28,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.train_tokenizer import train_from_text
 from titanlite.files import write_atomically
 
-DESCRIPTION = """INPUT: .txt, .jsonl or .ndjson (or .gz, .zst of them), .parquet; a file, a folder, a glob, or - for stdin.
+DESCRIPTION = """INPUT: .txt, .jsonl, .ndjson (also .gz, .zst), .parquet: a file, folder or glob; - is standard input.
 The same command goes on where an interrupted one stopped, and gives the same shards whatever --workers is."""
 
 DEFAULTS: dict[str, Any] = {
@@ -178,8 +178,11 @@ def _copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     beside = ("tokenizer_config.json", "special_tokens_map.json") if tokenizer.kind == "huggingface" else ()
     sources = {name: tokenizer.path} | {other: tokenizer.path.with_name(other) for other in beside}
     for target, source in sources.items():
-        if source.is_file() and source.resolve() != (folder / target).resolve():
-            write_atomically(folder / target, source.read_bytes())
+        if not source.is_file():
+            continue
+        data, copy = source.read_bytes(), folder / target
+        if not copy.is_file() or copy.read_bytes() != data:
+            write_atomically(copy, data)
     return folder / name
 
 
@@ -221,9 +224,6 @@ def _show_run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     seq_len = config.training.seq_len
     paths = [source.path for source in config.data.sources]
     order = first_phase(prepared, paths, seq_len=seq_len, seed=config.run.seed).order(config.data.epochs)
-    if order.length is not None and options.show >= order.length:
-        got, allowed = str(options.show), f"below {order.length}, where data.epochs = {config.data.epochs} ends the run"
-        raise InputError(Problem(COMMAND_LINE, "--show", got, allowed, "a smaller one"))
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     print(inspection.show_sample(prepared.sources, order, options.show, tokenizer, seq_len))
     return EXIT_DONE
@@ -269,9 +269,6 @@ def _show_window(options: argparse.Namespace, _: Sequence[str]) -> int:
         fix = "titanlite prepare makes them from text; with --config NAME the text of a run is shown"
         raise InputError(Problem(COMMAND_LINE, "PATH", repr(path), "prepared tokens", fix))
     tokens = open_tokens(found.train)
-    if options.show >= tokens.windows(options.seq_len):
-        allowed = f"below {tokens.windows(options.seq_len)}, the whole windows of {options.seq_len} tokens in {path}"
-        raise InputError(Problem(COMMAND_LINE, "--show", str(options.show), allowed, "or a smaller --seq-len"))
     print(inspection.show(tokens, _tokenizer_of(options, Path(path)), options.show, options.seq_len))
     return EXIT_DONE
 

@@ -31,12 +31,12 @@ import numpy as np
 from titanlite.config.problems import InputError, Problem
 from titanlite.data.cache import Report, key_of, locked
 from titanlite.data.pool import Pool
-from titanlite.data.shards import SHARD_TOKENS, ShardWriter, TokenShards, token_dtype
+from titanlite.data.shards import PROGRESS, SHARD_TOKENS, ShardWriter, TokenShards, token_dtype
 from titanlite.data.text import BadRecord, Chunk, Position, Text, documents
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.files import fsync_file, fsync_folder, write_atomically
 
-PROGRESS, FINISHED, SKIPPED, LOCK = "progress.json", "build.json", "skipped.jsonl", "build.lock"
+FINISHED, SKIPPED, LOCK = "build.json", "skipped.jsonl", "build.lock"
 JOURNAL_SECONDS = 5.0  # so much work is lost at most
 _FORMAT = "titanlite-build-1"
 _VERSION = 1  # raise it when the same text would become other shards
@@ -141,7 +141,8 @@ def _run(
                     saved, shards = time.monotonic(), output.shards
                 advance()
     except KeyboardInterrupt:
-        report(f"interrupted: the same command goes on with what is in {output.folder}")
+        if not _is_stdin(text):
+            report(f"interrupted: the same command goes on with what is in {output.folder}")
         raise
     output.save()
     if not _is_stdin(text) and text.state() != output.identity["text"]:

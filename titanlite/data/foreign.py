@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.data.shards import META, TokenArray, TokenShards
+from titanlite.data.shards import META, PROGRESS, TokenArray, TokenShards
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic: version, dtype
 _LLM_C_HEADER = 256 * 4
@@ -171,6 +171,9 @@ def _find(path: str, key: str) -> FoundTokens | None:
     if (place / "train" / META).is_file():
         held_out = place / "validation"
         return FoundTokens(place / "train", held_out if (held_out / META).is_file() else None)
+    if (place / PROGRESS).is_file():
+        got, fix = f"{path!r}, which is unfinished", "give the same command of titanlite prepare again: it goes on"
+        raise InputError(Problem("", key, got, "a folder of finished token shards", fix))
     if place.is_dir():
         return _find_in_folder(place, key)
     return FoundTokens(place, None) if _matches_tokens(path, key) else None

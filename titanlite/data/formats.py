@@ -24,7 +24,7 @@ LONGEST_LINE = 256 << 20  # of .jsonl: it has to be in memory whole
 _NEWLINES = b"\r\n"
 _LONGEST_RUN = 1 << 20  # newlines between a text and a separator: more are taken for text
 _RECORD_BYTES = 64  # what a record costs beside its text
-_OPTIONAL = {".zst": ("zstandard", "zstd"), ".parquet": ("pyarrow", "parquet")}
+_OPTIONAL = {".zst": "zstandard", ".parquet": "pyarrow"}  # packages
 
 
 def suffix_of(name: str) -> str | None:
@@ -39,11 +39,11 @@ def check_installed(files: Iterable[File], key: str) -> None:
     """Raises InputError, naming `key`, for files that need a package which is not there."""
     problems = {}
     for file in files:
-        for suffix, (package, extra) in _OPTIONAL.items():
+        for suffix, package in _OPTIONAL.items():
             if file.suffix.endswith(suffix) and suffix not in problems and not importlib.util.find_spec(package):
                 got = f"{str(file)!r}, which needs the package {package}"
                 allowed = f"files without {suffix}, or the package"
-                problems[suffix] = Problem("", key, got, allowed, f"pip install titanlite[{extra}]")
+                problems[suffix] = Problem("", key, got, allowed, f"pip install {package}")
     if problems:
         raise InputError(problems.values())
 

@@ -114,9 +114,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise not_a_tokenizer(path, key, f", which fails on text ({error})", "correct it, or use another") from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        ids = np.asarray(ids, dtype=np.int64)
         with _panics():
-            return self._first.decode(ids[~self._is_special[ids]].tolist(), skip_special_tokens=True)
+            return self._first.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def _encode(self, parts: list[str], *, first: bool, num_threads: int) -> list[np.ndarray]:
         """num_threads: 1, or else as many as the library chooses (RAYON_NUM_THREADS, TOKENIZERS_PARALLELISM)."""
@@ -285,7 +284,7 @@ def _load(spec: str, marks: Iterable[str], key: str) -> Any:
     try:
         library = importlib.import_module("tokenizers")
     except ImportError:
-        got, fix = "a tokenizer.json, but the package tokenizers is not installed", "pip install titanlite[tokenizers]"
+        got, fix = "a tokenizer.json, but the package tokenizers is not installed", "pip install tokenizers"
         raise InputError(Problem("", key, got, "an installed package tokenizers", fix)) from None
     with _panics():
         loaded = library.Tokenizer.from_str(spec)

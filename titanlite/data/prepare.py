@@ -241,6 +241,9 @@ def _tokenised(room: _Room, text: Text, fraction: float, key: str) -> FoundToken
         built = True
         workers = data.prepare_workers or os.cpu_count() or 1
         build(folder, recipe, workers=workers, report=room.report, start_over=True)
+        if text.fingerprint(room.cache_dir) != content:  # between the first look at it and the start of the build
+            got, fix = "files that changed while they were read", "start again when nothing writes to them"
+            raise InputError(Problem("", key, got, "text that stays as it is", fix))
 
     get_or_build(place, is_whole, build_here, what=text.name, report=room.report, resumable=True)
     if (skipped := records_skipped(place)) and data.on_error == "stop":

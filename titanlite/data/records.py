@@ -81,7 +81,7 @@ class BadRecord:
         return f"{self.file}:{self.number}" if self.number else self.file
 
     def problem(self) -> Problem:
-        fix = "correct the file, or skip such records: on_error skip"
+        fix = 'correct the file, or skip such records: --on-error skip, in a TOML data.on_error = "skip"'
         return Problem("", self.place, self.reason, "UTF-8 text, in .jsonl as one JSON object a line", fix)
 
 

@@ -20,8 +20,8 @@ from titanlite.data.text import BadRecord, Text, documents, embedded_text
 from titanlite.files import write_atomically
 
 SAMPLE_BYTES = {"bpe": 256 << 20, "unigram": 16 << 20}  # unigram takes ten times the time a byte, and more
-_PIECE_CHARS = 1 << 16  # of text that is in the sample or not, as a whole
-_LINE_CHARS = 1 << 16  # sentencepiece leaves lines of more than max_sentence_length bytes out, without a word
+# Of text that is in the sample or not, as a whole. sentencepiece would leave lines of more than a megabyte out.
+_PIECE_CHARS = 1 << 16
 _OVERSAMPLING = 8
 
 # num_threads changes no piece, but sentencepiece writes it into the model and so into the fingerprint.
@@ -108,7 +108,7 @@ def train_from_text(
     if vocab_size <= _ALWAYS_THERE:
         got, fix = str(vocab_size), "--vocab-size 32000 is common"
         allowed = f"more than {_ALWAYS_THERE}: the marks, the bytes and the newline are always there"
-        raise InputError(Problem("", "vocab_size", got, allowed, fix))
+        raise InputError(Problem("", "--vocab-size", got, allowed, fix))
     if out.exists():
         report(f"{out} is there already: it is compared with the new tokenizer, and not overwritten")
     started = time.monotonic()
@@ -206,17 +206,15 @@ def _lines(sample: list[bytes]) -> Iterator[str]:
     """Empties the sample, since sentencepiece makes a copy."""
     sample.reverse()
     while sample:
-        for line in sample.pop().decode().split("\n"):
-            for start in range(0, len(line), _LINE_CHARS):
-                yield line[start : start + _LINE_CHARS]
+        yield from filter(None, sample.pop().decode().split("\n"))
 
 
 def _what_went_wrong(message: str, vocab_size: int, name: str) -> Problem:
     """A RuntimeError of sentencepiece, in words."""
     if most := re.search(r"too high.*<= *(\d+)", message):
         allowed = f"at most {most[1]}, for so many pieces are in {name}"
-        return Problem("", "vocab_size", str(vocab_size), allowed, "choose a smaller one, or take more text")
+        return Problem("", "--vocab-size", str(vocab_size), allowed, "choose a smaller one, or take more text")
     if least := re.search(r"(\d+) vs (\d+)", message):
         allowed = f"more than {least[2]}: the marks, the bytes and every common character of {name} are always there"
-        return Problem("", "vocab_size", str(vocab_size), allowed, "choose a larger one")
+        return Problem("", "--vocab-size", str(vocab_size), allowed, "choose a larger one")
     return Problem("", name, f"text that sentencepiece cannot learn from ({message})", "ordinary text", "look at it")

@@ -192,10 +192,13 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, recipe: Recipe
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("prefix", [False, True])
 def test_long_documents_in_parts_are_the_whole(
-    tmp_path: Path, corpus: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, prefix: bool
 ):
-    recipe = replace(recipe, text=text_of(corpus / "b.txt"), validation_fraction=0.0)
+    model = tmp_path / "prefix.model"  # one that puts a space before a document: not before its later parts
+    model.write_bytes(recipe.tokenizer.read_bytes() + b"\x1a\x02\x18\x01" * prefix)
+    recipe = replace(recipe, text=text_of(corpus / "b.txt"), validation_fraction=0.0, tokenizer=model)
     whole, _ = run(tmp_path / "whole", recipe)
     monkeypatch.setattr(records, "LONG_BYTES", 500)
     monkeypatch.setattr(records, "CHUNK_BYTES", 100)
@@ -626,18 +629,21 @@ def test_the_first_bad_record_stops_it(tmp_path: Path, recipe: Recipe, bad_corpu
         assert len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize("chunk_bytes", [1500, 6000])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_the_reader_comes_after_those_before_it(
-    tmp_path: Path, recipe: Recipe, bad_corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: Recipe, corpus: Path, monkeypatch: pytest.MonkeyPatch, workers: int, chunk_bytes: int
 ):
-    (bad_corpus / "b.txt").unlink()
-    recipe = replace(recipe, text=replace(recipe.text))
+    monkeypatch.setattr(records, "CHUNK_BYTES", chunk_bytes)
+    with (corpus / "a.jsonl").open("a") as file:
+        file.write("bad\n")
+    (corpus / "b.txt").unlink()
     monkeypatch.setattr(Text, "state", lambda self: "")
     monkeypatch.setattr(Text, "size", lambda self: 1)
-    for workers in (1, 2):
-        with pytest.raises(InputError, match=r"a\.jsonl:4: got"):
-            run(tmp_path / str(workers), recipe, workers=workers)
-        with pytest.raises(InputError, match=r"b\.txt: got a file that cannot be read"):
-            run(tmp_path / f"skip {workers}", replace(recipe, on_error="skip"), workers=workers)
+    with pytest.raises(InputError, match=r"a\.jsonl:61: got a line that is no JSON"):
+        run(tmp_path / "stop", recipe, workers=workers)
+    with pytest.raises(InputError, match=r"b\.txt: got a file that cannot be read"):
+        run(tmp_path / "skip", replace(recipe, on_error="skip"), workers=workers)
 
 
 def test_skipped_records_are_counted_listed_and_reported(tmp_path: Path, recipe: Recipe, bad_corpus: Path):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import sentencepiece
 
@@ -92,13 +93,13 @@ def test_another_file_is_not_overwritten(tmp_path: Path, corpus: Text):
 @pytest.mark.parametrize(
     ("contents", "vocab_size", "said"),
     [
-        ("the cat sat on the mat\n" * 9, 260, r"vocab_size: got 260; allowed: more than 260"),
+        ("the cat sat on the mat\n" * 9, 260, r"--vocab-size: got 260; allowed: more than 260"),
         (
             "the cat sat on the mat\n" * 9,
             264,
-            r"vocab_size: got 264; allowed: more than 2\d\d: the marks, the bytes and",
+            r"--vocab-size: got 264; allowed: more than 2\d\d: the marks, the bytes and",
         ),
-        ("the cat sat on the mat\n" * 9, 9000, r"vocab_size: got 9000; allowed: at most 2\d\d, for so many pieces"),
+        ("the cat sat on the mat\n" * 9, 9000, r"--vocab-size: got 9000; allowed: at most 2\d\d, for so many pieces"),
         ("", 400, "got no text"),
         ("\n\n\n", 400, "got no text|cannot learn from|at most"),
         (" \n", 400, "got no text|cannot learn from|at most"),
@@ -128,6 +129,12 @@ def test_hard_text_to_learn_from(tmp_path: Path):
     contents = "\0\x01\x7f\r\n▁ déjà\ufeff\n" * 50 + "x" * 1_300_000 + "\n" + "中文" * 40_000
     out = train_from_text(text_of(tmp_path / "text", contents), tmp_path / "my.model", vocab_size=275, report=quiet)
     assert load_tokenizer(out).decode(load_tokenizer(out).encode(contents)) == contents
+
+
+def test_a_line_is_never_too_long(tmp_path: Path):
+    """sentencepiece leaves out what is longer than its limit, and there would be nothing left."""
+    text = text_of(tmp_path / "text", "the cat and " * 100_000)
+    train_from_text(text, tmp_path / "my.model", vocab_size=275, report=quiet)
 
 
 def test_a_record_that_cannot_be_read(tmp_path: Path, corpus: Text):
@@ -179,6 +186,20 @@ def test_a_smaller_sample_is_within_a_larger_one(tmp_path: Path, monkeypatch: py
     text = text_of(tmp_path / "text", "".join(f"{i:07d} {'x' * 91}\n" for i in range(20_000)))
     small, large = (set(pieces_of(text, size)) for size in (100_000, 300_000))
     assert small < large and len(small) > 90
+
+
+def test_what_is_kept_has_the_smallest_hashes(tmp_path: Path):
+    generator = np.random.default_rng(0)
+    documents = [f"{i} " + "x" * int(generator.integers(1, 3000)) for i in range(400)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    text = text_at(str(path), "input", Reading())
+    assert len(list(text.chunks())) == 1
+    for sample_bytes in range(50_000, 150_000, 10_000):
+        kept = set(pieces_of(text, sample_bytes))
+        hashes = {text: training._hash(0, 0, i) for i, text in enumerate(documents)}
+        assert max(hashes[text] for text in kept) < min(hashes[text] for text in documents if text not in kept)
+        assert sample_bytes - 3010 < sum(map(len, kept)) <= sample_bytes
 
 
 def test_a_sample_is_said_to_be_one(tmp_path: Path, corpus: Text):
