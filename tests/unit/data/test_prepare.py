@@ -408,3 +408,104 @@ def test_meta_says_what_was_prepared(run: Prepare, text_folder: Path):
     meta = json.loads((source.train / "meta.json").read_text())
     assert meta["format"] == "titanlite-tokens-1"
     assert meta["tokens"] == len(tokens_of(source.train))
+
+
+def test_held_out_text_of_its_own(run: Prepare, text_folder: Path, small_model: Path, tmp_path: Path):
+    (tmp_path / "held.txt").write_text("a held-out document\n" * 30)
+    (source,) = run(
+        text_folder, fraction=0.4, source={"validation_path": str(tmp_path / "held.txt")}, validation=True
+    ).sources
+    assert source.validation is not None
+    tokenizer = load_tokenizer(small_model)
+    assert documents_of(source.validation, tokenizer) == ["a held-out document\n" * 30]
+    assert len(documents_of(source.train, tokenizer)) == 11  # no document of the source is held out besides
+    with pytest.raises(InputError, match=r"data.sources.0.validation_path: got .*does not exist"):
+        run(text_folder, source={"validation_path": str(tmp_path / "no.txt")})
+
+
+def test_documents_of_one_file_parted_by_a_separator(run: Prepare, small_model: Path, tmp_path: Path):
+    (tmp_path / "all.txt").write_text("one document\n<|endoftext|>\nanother\n<|endoftext|>a third that is longer" * 20)
+    (source,) = run(tmp_path / "all.txt", source={"separator": "<|endoftext|>"}, fraction=0.3).sources
+    tokenizer = load_tokenizer(small_model)
+    found = documents_of(source.train, tokenizer) + documents_of(source.validation, tokenizer)
+    assert len(found) == 41 and {"another", "one document"} <= set(found)
+
+
+def test_bad_records_stop_or_are_skipped(run: Prepare, tmp_path: Path, text_folder: Path):
+    lines = [json.dumps({"body": document.read_text()}) for document in sorted(text_folder.rglob("*.txt"))]
+    lines.insert(3, '{"body": 5}')
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    named = {"source": {"text_key": "body"}}
+    with pytest.raises(InputError, match=r"(?s)x.jsonl:4: got .*data.on_error = \"skip\""):
+        run(tmp_path / "x.jsonl", **named)
+    messages: list[str] = []
+    (source,) = run(tmp_path / "x.jsonl", **named, on_error="skip", report=messages.append).sources
+    assert TokenShards(source.train).meta["documents"] == 11
+    assert any("x.jsonl:4" in message for message in messages)
+    with pytest.raises(InputError, match=r"data.sources.0.path: got 1 records of .* that cannot be read"):
+        run(tmp_path / "x.jsonl", **named)
+
+
+def test_token_files_of_other_stacks(run: Prepare, tmp_path: Path):
+    ids = np.arange(1000, dtype=np.uint16) % 500
+    ids.tofile(tmp_path / "train.bin")
+    ids[:100].tofile(tmp_path / "val.bin")
+    messages: list[str] = []
+    (source,) = run(tmp_path, report=messages.append, validation=True).sources
+    assert (source.train, source.validation) == (tmp_path / "train.bin", tmp_path / "val.bin")
+    assert any("does not say which tokenizer made it" in message for message in messages)
+    again = run(tmp_path).sources[0].fingerprint
+    ids[7] = 3
+    ids.tofile(tmp_path / "train.bin")
+    assert source.fingerprint == again != run(tmp_path).sources[0].fingerprint
+    ids[70] = 512
+    ids.tofile(tmp_path / "train.bin")
+    with pytest.raises(InputError, match=r"train.bin: got .*512"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("bos", "eos", "marks"), [(True, False, (1, -1)), (False, True, (-1, 2)), (True, True, (1, 2))]
+)
+def test_document_masks_go_by_the_marks_that_are_written(
+    run: Prepare, text_folder: Path, bos: bool, eos: bool, marks: tuple[int, int]
+):
+    assert run(text_folder, bos=bos, eos=eos).document_marks is None
+    assert run(text_folder, bos=bos, eos=eos, document_mask=True).document_marks == marks
+
+
+def test_shards_with_other_marks_are_refused(run: Prepare, text_folder: Path, tmp_path: Path):
+    shutil.copytree(run(text_folder).sources[0].train, tmp_path / "mine")
+    run(tmp_path / "mine")
+    with pytest.raises(InputError) as caught:
+        run(tmp_path / "mine", bos=True, eos=False)
+    assert [problem.fix.split(",")[0] for problem in caught.value.problems] == [
+        "--tokenizer.add_bos=false",
+        "--tokenizer.add_eos=true",
+    ]
+    meta = json.loads((tmp_path / "mine" / "meta.json").read_text())
+    del meta["bos_id"], meta["eos_id"]  # of an older version, which did not say
+    (tmp_path / "mine" / "meta.json").write_text(json.dumps(meta))
+    run(tmp_path / "mine", bos=True, eos=False)
+
+
+def test_what_is_not_read_is_said(run: Prepare, text_folder: Path):
+    (text_folder / "notes.md").write_text("not text of this corpus")
+    messages: list[str] = []
+    run(text_folder, report=messages.append, source={"text_key": "body"})
+    assert any("not read: .md" in message for message in messages)
+    assert any("text_key 'body' means nothing" in message for message in messages)
+
+
+def test_a_change_between_the_first_look_and_the_build_is_noticed(
+    run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    build = prepare_module.build
+
+    def late(*args: Any, **named: Any) -> Any:
+        (text_folder / "00.txt").write_text("another text")
+        return build(*args, **named)
+
+    monkeypatch.setattr(prepare_module, "build", late)
+    with pytest.raises(InputError, match=r"data.sources.0.path: got files that changed while they were read"):
+        run(text_folder)
