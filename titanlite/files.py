@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
+import glob
 import os
 import uuid
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,3 +84,41 @@ def try_lock(file: IO[Any], path: Path) -> bool:
             stacklevel=3,
         )
     return True
+
+
+def expand(pattern: str, on_link: Callable[[], None] = lambda: None) -> tuple[Path, Iterator[Path]]:
+    """The folder that a glob begins with, and what matches, in the order of names (`**`: folders at any depth).
+
+    Links to folders are passed over, with a call of on_link, so that it always ends; glob.glob follows them. Names
+    that begin with a dot match only a part that does. Iterating raises OSError for what cannot be read.
+    """
+    parts = Path(pattern).parts
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = Path(*parts[:fixed])
+    return root, _matching(root, parts[fixed:], on_link)
+
+
+def _matching(folder: Path, parts: tuple[str, ...], on_link: Callable[[], None]) -> Iterator[Path]:
+    if not parts:
+        yield folder
+        return
+    part, rest = parts[0], parts[1:]
+    if not glob.has_magic(part):
+        if os.path.lexists(folder / part):
+            yield from _matching(folder / part, rest, on_link)
+        return
+    if not folder.is_dir():
+        return
+    if part == "**":
+        yield from _matching(folder, rest, on_link)
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") and not part.startswith("."):
+            continue
+        is_folder = os.path.isdir(entry.path)
+        if is_folder and entry.is_symlink():
+            on_link()
+        elif part == "**":
+            if is_folder:
+                yield from _matching(folder / entry.name, parts, on_link)
+        elif fnmatch.fnmatchcase(entry.name, part):
+            yield from _matching(folder / entry.name, rest, on_link)

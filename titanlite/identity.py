@@ -94,8 +94,9 @@ def _other_run(
     if problems or fingerprint == data.fingerprint or (allowed_to_change and record is not None):
         return problems
     keys = [key for key in differing if key.startswith(("data.", "tokenizer.")) and key not in _NOT_CONTENT]
-    got = f"data fingerprint {data.fingerprint[:16]}"
-    allowed = f"{fingerprint[:16]}, as in the checkpoint: the same text, tokenizer, weights and seq_len"
+    got = f"{data} (data fingerprint {data.fingerprint[:16]})"
+    saved = f"{RunData.of_record(record)} (" if record else "("
+    allowed = f"{saved}{fingerprint[:16]}), as in the checkpoint: the same text, tokenizer, weights and seq_len"
     if allowed_to_change:
         allowed += ", since this older checkpoint does not say how far each source was read"
     return [Problem(where, ", ".join(keys) or "data", got, allowed, fix if record is None else allow)]

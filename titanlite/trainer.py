@@ -118,14 +118,11 @@ class Trainer:
             report=(lambda message: None) if has_launcher() else self._say,  # which has shown it already
             validation=config.validation.enable,
         )
-        paths = [source.path for source in config.data.sources]
-        self.data = first_phase(self.prepared, paths, seq_len=config.training.seq_len, seed=config.run.seed)
+        self.data = first_phase(self.prepared, seq_len=config.training.seq_len, seed=config.run.seed)
         check_ranks_agree(config, self.data.fingerprint, self.ranks)
         self.validation = None
         if config.validation.enable:
-            self.validation = ValidationData(
-                self.prepared, config.training.seq_len, config.validation.samples, self.prepared.document_marks
-            )
+            self.validation = ValidationData(self.prepared, config.training.seq_len, config.validation.samples)
             self.token_bytes = self.validation.token_bytes.to(self.ranks.device)
 
     def _build_checkpoints(self) -> None:
@@ -220,17 +217,15 @@ class Trainer:
         plan = plan_batch(training, ranks.layout)
         self.loader = build_train_loader(
             self.prepared,
-            self.config.data,
+            self.data.order(self.config.data.epochs),
             seq_len=training.seq_len,
-            seed=self.config.run.seed,
             global_batch_size=training.global_batch_size,
             data_rank=ranks.data_rank,
             data_size=ranks.data_size,
             local_batch_size=plan.local_batch_size,
             start_sample=self.state.samples,
+            num_workers=self.config.data.num_workers,
             pin_memory=ranks.device.type == "cuda",
-            phase=self.data.phase,
-            document_marks=self.prepared.document_marks,
         )
 
     # ---- the loop ----------------------------------------------------------------------------------------------

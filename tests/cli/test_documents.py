@@ -98,7 +98,7 @@ def test_own_text_to_training_in_three_commands(tmp_path: Path) -> None:
         else:
             done = run(LAUNCH, *words[1:], "--training.steps", "3", "--nproc", "1", cwd=tmp_path, timeout=300)
         assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "outputs/llama_debug/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 3 and rows[-1]["loss"] < rows[0]["loss"]
     assert abs(rows[0]["loss"] - math.log(8000)) < 0.1
     assert rows[-1]["validation_bits_per_byte"] > 0

@@ -54,7 +54,10 @@ def tokens(texts: Path) -> Path:
     folder = texts.parent / "tokens"
     done = run(PREPARE, "texts", "--tokenizer", "my.model", "--output", "tokens", cwd=texts.parent)
     assert done.returncode == 0, done.stderr
-    assert "--config llama_debug --model.vocab_size 350 --tokenizer.path tokens/tokenizer.model" in done.stderr
+    assert (
+        "--config llama_debug --run.name mine --model.vocab_size 350 --tokenizer.path tokens/tokenizer.model"
+        in done.stderr
+    )
     return folder
 
 
@@ -142,6 +145,10 @@ WRONG = {
     "fraction": (["texts", "--tokenizer", "my.model", "--output", "o", "--validation-fraction", "1"], ["below 1"]),
     "missing input": (["nowhere", "--tokenizer", "my.model", "--output", "out"], ["nowhere", "does not exist"]),
     "missing tokenizer": (["texts", "--tokenizer", "no.model", "--output", "out"], ["no.model"]),
+    "no such piece": (
+        ["texts", "--tokenizer", "my.model", "--output", "out", "--eos-token", "x"],
+        ["--eos-token", "special pieces"],
+    ),
     "no format": (["-", "--tokenizer", "my.model", "--output", "out"], ["--format"]),
     "no text key": (["texts", "--text-key", "wrong", "--tokenizer", "my.model", "--output", "out"], ["'wrong'"]),
     "stats of text": (["--stats", "texts"], ["token shards"]),

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite import trainer
 from titanlite.data import loader
+from titanlite.data.order import SampleOrder
+from titanlite.data.prepare import PreparedData
 from titanlite.model import attention, transformer
 from titanlite.optim import optimizer
 from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runtime
@@ -164,7 +166,13 @@ def every_rank_takes_the_same_samples() -> None:
 @fault("fsdp 3")
 def sample_order_depends_on_the_world() -> None:
     right = trainer.build_train_loader
-    _set(trainer, "build_train_loader", lambda *a, **k: right(*a, **(k | {"seed": k["seed"] + k["data_size"]})))
+
+    def of_another_seed(prepared: PreparedData, order: SampleOrder, **keys: Any) -> Any:
+        seed = order.seed + keys["data_size"]
+        other = SampleOrder(order.windows, order.quotas, seed, order.epochs, order.phase)
+        return right(prepared, other, **keys)
+
+    _set(trainer, "build_train_loader", of_another_seed)
 
 
 @fault("fsdp 2")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.files import fsync_file, fsync_folder, write_atomically
+from titanlite.files import expand, fsync_file, fsync_folder, write_atomically
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +77,21 @@ def test_filesystems_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pytes
             fsync_folder(tmp_path)
     else:
         fsync_folder(tmp_path)
+
+
+def test_a_glob_ends_where_links_lead_back_and_finds_the_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/c.txt", "a/d/e.txt", "a/d/f.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    links = [tmp_path / folder / f"back{i}" for folder in (".", "a", "a/d") for i in range(9)]
+    for link in links:
+        link.symlink_to(tmp_path)
+    passed_over: list[None] = []
+    root, matches = expand(f"{tmp_path}/**/*.txt", lambda: passed_over.append(None))
+    found = list(matches)
+    assert root == tmp_path and [path.name for path in found] == ["b.txt", "c.txt", "e.txt"]
+    assert len(passed_over) >= len(links)
+    assert list(expand(f"{tmp_path}/a/back0/b.t*")[1]) == [tmp_path / "a/back0/b.txt"]  # a link that is named
 
 
 def test_needs_no_torch() -> None:

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from titanlite.config.problems import EXIT_DONE, InputError, Problem
 from titanlite.config.schema import EMBEDDED, Config, DataConfig, TokenizerConfig
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.data import inspection
-from titanlite.data.build import Recipe, build
-from titanlite.data.foreign import find_tokens, open_tokens
+from titanlite.data.build import build
 from titanlite.data.phase import first_phase
-from titanlite.data.prepare import PreparedData, open_tokenizer, prepare
+from titanlite.data.prepare import PreparedData, marks_of, open_tokenizer, prepare
+from titanlite.data.records import Reading
 from titanlite.data.shards import SHARD_TOKENS
-from titanlite.data.text import Reading, Text, embedded_text, text_of_inputs
+from titanlite.data.text import Text, embedded_text, text_of_inputs
+from titanlite.data.tokenise import Recipe
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokens import find_tokens, open_tokens
 from titanlite.data.train_tokenizer import train_from_text
 from titanlite.files import write_atomically
 
@@ -138,21 +141,23 @@ def _prepare(options: argparse.Namespace, _: Sequence[str]) -> int:
         eos_token=options.eos_token,
     )
     folder = Path(options.output)
-    tokenizer = open_tokenizer(config, Path(DataConfig().cache_dir), say)
+    with _spelled_as_options():
+        tokenizer = open_tokenizer(config, Path(DataConfig().cache_dir), say)
+    text = _text(options)
+    bos_id, eos_id = marks_of(tokenizer, config)
     recipe = Recipe(
-        text=_text(options),
         tokenizer=tokenizer.path,
-        bos_id=tokenizer.bos_id if config.add_bos else -1,
-        eos_id=tokenizer.eos_id if config.add_eos else -1,
+        bos_id=bos_id,
+        eos_id=eos_id,
         validation_fraction=options.validation_fraction,
         on_error=options.on_error,
         shard_tokens=options.shard_tokens,
         bos_token=config.bos_token,
         eos_token=config.eos_token,
     )
-    built = build(folder, recipe, workers=options.workers, report=say)
+    built = build(folder, text, recipe, workers=options.workers, report=say)
     if built.empty:
-        got, fix = f"{recipe.text.name}: no document with text in it", "name files that have some"
+        got, fix = f"{text.name}: no document with text in it", "name files that have some"
         raise InputError(Problem(COMMAND_LINE, "input", got, "text", fix))
     if not built.new:
         say(f"nothing to do: {folder} holds these tokens already")
@@ -195,7 +200,7 @@ def _train_command(folder: Path, copied: Path, tokenizer: Tokenizer, config: Tok
             keys[f"tokenizer.{name}"] = str(value).lower() if isinstance(value, bool) else value
     keys["data.sources"] = f"[{{ path = {json.dumps(str(folder))} }}]"
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return f"./run_train.sh --config llama_debug {shlex.join(words)}"
+    return f"./run_train.sh --config llama_debug --run.name mine {shlex.join(words)}"
 
 
 def _train_tokenizer(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -222,10 +227,8 @@ def _prepare_run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _show_run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config, prepared = _prepared(options.config, overrides)
     seq_len = config.training.seq_len
-    paths = [source.path for source in config.data.sources]
-    order = first_phase(prepared, paths, seq_len=seq_len, seed=config.run.seed).order(config.data.epochs)
-    tokenizer = load_tokenizer(prepared.tokenizer_path)
-    print(inspection.show_sample(prepared.sources, order, options.show, tokenizer, seq_len))
+    order = first_phase(prepared, seq_len=seq_len, seed=config.run.seed).order(config.data.epochs)
+    print(inspection.show_sample(prepared, order, options.show, seq_len))
     return EXIT_DONE
 
 
@@ -267,7 +270,8 @@ def _show_window(options: argparse.Namespace, _: Sequence[str]) -> int:
     found = find_tokens(path, "PATH")
     if found is None:
         fix = "titanlite prepare makes them from text; with --config NAME the text of a run is shown"
-        raise InputError(Problem(COMMAND_LINE, "PATH", repr(path), "prepared tokens", fix))
+        what = repr(path) if Path(path).exists() else f"{path!r}, which does not exist"
+        raise InputError(Problem(COMMAND_LINE, "PATH", what, "prepared tokens", fix))
     tokens = open_tokens(found.train)
     print(inspection.show(tokens, _tokenizer_of(options, Path(path)), options.show, options.seq_len))
     return EXIT_DONE
@@ -275,15 +279,14 @@ def _show_window(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _tokenizer_of(options: argparse.Namespace, path: Path) -> Tokenizer | None:
     """The one that was named, or else the copy that lies with the tokens."""
-    config = TokenizerConfig(path=options.tokenizer or EMBEDDED, add_eos=False)
     if options.tokenizer == EMBEDDED:
-        return open_tokenizer(config, Path(DataConfig().cache_dir), say)
-    for place in (options.tokenizer,) if options.tokenizer else (path, path.parent):
-        folder = Path(place)
-        named = bool(options.tokenizer)
-        if named or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-            return load_tokenizer(folder, "--tokenizer", bos_token=options.bos_token, eos_token=options.eos_token)
-    return None
+        return open_tokenizer(TokenizerConfig(add_eos=False), Path(DataConfig().cache_dir), say)
+    names = ("tokenizer.json", "tokenizer.model")
+    beside = [folder for folder in (path, path.parent) if any((folder / name).is_file() for name in names)]
+    place = options.tokenizer or next(iter(beside), None)
+    if place is None:
+        return None
+    return load_tokenizer(place, "--tokenizer", bos_token=options.bos_token, eos_token=options.eos_token)
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -350,6 +353,32 @@ MODES = (
 def _usage() -> str:
     width = max(len(mode.usage) for mode in MODES)
     return "\n       ".join(f"titanlite prepare {mode.usage:{width}}  {mode.does}" for mode in reversed(MODES))
+
+
+# What a TOML calls the options, as the faults that other rooms find name them.
+_SPELLING = {
+    "--tokenizer.add_bos=false": "--no-add-bos",
+    "--tokenizer.add_eos=false": "--no-add-eos",
+    "tokenizer.add_bos": "--add-bos",
+    "tokenizer.add_eos": "--add-eos",
+    "tokenizer.bos_token": "--bos-token",
+    "tokenizer.eos_token": "--eos-token",
+    "tokenizer.path": "--tokenizer",
+}
+
+
+@contextmanager
+def _spelled_as_options() -> Iterator[None]:
+    def spelled(text: str) -> str:
+        for key, option in _SPELLING.items():
+            text = text.replace(key, option)
+        return text
+
+    try:
+        yield
+    except InputError as error:
+        problems = [Problem(*map(spelled, (p.where, p.key, p.got, p.allowed, p.fix))) for p in error.problems]
+        raise InputError(problems) from None
 
 
 def _flag(name: str) -> str:

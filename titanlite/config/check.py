@@ -22,6 +22,7 @@ from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
+from titanlite.files import expand
 
 NOT_AVAILABLE = ("tp", "pp", "cp", "ep")  # degrees that cannot be above 1 yet
 
@@ -238,9 +239,13 @@ def _input(loaded: Loaded, key: str, path: str) -> list[Problem]:
         fix = f"change its permissions: this {'folder' if folder else 'file'} cannot be read"
         return [_problem(loaded, key, allowed, fix, shown(path))]
     if glob.has_magic(path):
-        if next(glob.iglob(path, recursive=True), None) is not None:
-            return []
-        return [_problem(loaded, key, allowed, "nothing matches this pattern", shown(path))]
+        fix = "nothing matches this pattern"
+        try:
+            if next(expand(path)[1], None) is not None:
+                return []
+        except OSError as error:
+            fix = f"{error.filename} cannot be read ({error.strerror})"
+        return [_problem(loaded, key, allowed, fix, shown(path))]
     return [_problem(loaded, key, allowed, _not_there(path), shown(path))]
 
 
@@ -311,18 +316,20 @@ def _embedded(loaded: Loaded) -> list[str]:
     config = loaded.config
     if config.model.vocab_size < 4 * EMBEDDED_VOCAB_SIZE:
         return []
-    lines = []
-    if config.tokenizer.path == EMBEDDED:
-        lines.append('tokenizer.path = "your.model"')
+    tokenizer = 'tokenizer.path = "your.model"' if config.tokenizer.path == EMBEDDED else ""
     if any(source.path == EMBEDDED for source in config.data.sources):
-        lines.append('data.sources = [{ path = "your/texts" }]')
-    if not lines:
-        return []
-    return [
-        f"THIS RUN DOES NOT TRAIN ON REAL DATA. Its model has {config.model.vocab_size} token ids, but it uses the "
-        f"embedded text (the Python source of sympy, 16.6 MB) or its tokenizer of {EMBEDDED_VOCAB_SIZE} pieces: good "
-        f"for seeing that it runs, not for a model. Set: {' and '.join(lines)}."
-    ]
+        lines = ['data.sources = [{ path = "your/texts" }]', *([tokenizer] if tokenizer else [])]
+        return [
+            f"THIS RUN DOES NOT TRAIN ON REAL DATA. Its model has {config.model.vocab_size} token ids, but it uses the "
+            "embedded text (the Python source of sympy, 16.6 MB): good for seeing that it runs, not for a model. "
+            f"Set: {' and '.join(lines)}."
+        ]
+    if tokenizer:
+        return [
+            f"the model has {config.model.vocab_size} token ids, but the embedded tokenizer only {EMBEDDED_VOCAB_SIZE} "
+            f"pieces. Set: {tokenizer}."
+        ]
+    return []
 
 
 def _switched_off(loaded: Loaded) -> list[str]:
@@ -365,8 +372,8 @@ def _mask_warnings(loaded: Loaded) -> list[str]:
     if not loaded.config.data.document_mask or seq_len % 16 == 0:
         return []
     return [
-        f"data.document_mask with training.seq_len = {seq_len}, which 16 does not divide: on a GPU every layer then "
-        "keeps a mask for each of its heads."
+        f"data.document_mask with training.seq_len = {seq_len}, which 16 does not divide: on a GPU torch "
+        "pads the mask, and may keep one for every head of every layer."
     ]
 
 

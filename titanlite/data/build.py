@@ -11,58 +11,30 @@ and, when it is done, progress.json becomes build.json, and build.lock is gone. 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import sys
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from titanlite.config.problems import InputError, Problem
 from titanlite.data.cache import Report, key_of, locked
-from titanlite.data.pool import Pool
-from titanlite.data.shards import PROGRESS, SHARD_TOKENS, ShardWriter, TokenShards, token_dtype
-from titanlite.data.text import BadRecord, Chunk, Position, Text, documents
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.progress import progress
+from titanlite.data.records import BadRecord, Chunk, Position
+from titanlite.data.shards import PROGRESS, ShardWriter, TokenShards
+from titanlite.data.text import Text
+from titanlite.data.tokenise import Recipe, Tokenise, Tokenised, tokenise_all
 from titanlite.files import fsync_file, fsync_folder, write_atomically
 
 FINISHED, SKIPPED, LOCK = "build.json", "skipped.jsonl", "build.lock"
 JOURNAL_SECONDS = 5.0  # so much work is lost at most
 _FORMAT = "titanlite-build-1"
-_VERSION = 1  # raise it when the same text would become other shards
-_FEW_CHUNKS = 4  # are done before other processes could have started
+VERSION = 2  # raise it when the same text would become other shards: it is in the cache's keys, too
 _SHOWN = 10  # skipped records
 _LEFTOVER = re.compile(r"progress\.json\.[0-9a-f]{32}\.tmp")  # of a kill while it was written
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that decides about the bytes of the shards.
-
-    bos_id, eos_id: what is put around documents; -1: nothing
-    bos_token, eos_token: as load_tokenizer takes them
-    on_error: "stop" or "skip", at a record that cannot be read
-    """
-
-    text: Text
-    tokenizer: Path
-    bos_id: int
-    eos_id: int
-    validation_fraction: float
-    on_error: str = "stop"
-    shard_tokens: int = SHARD_TOKENS
-    bos_token: str = ""
-    eos_token: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +55,7 @@ class Built:
 
 def build(
     folder: Path,
+    text: Text,
     recipe: Recipe,
     *,
     workers: int,
@@ -97,10 +70,10 @@ def build(
     wait. Raises InputError, also for a full disk; what was written until then is gone on with, as after any kill.
     """
     tokenise = Tokenise(recipe)
-    identity = _identity(recipe, tokenise)
+    identity = _identity(text, tokenise)
     try:
         try:  # without the lock, so that no trace is left in a folder that is not ours or cannot be written
-            if isinstance(found := _look(folder, recipe, identity), Built):
+            if isinstance(found := _look(folder, text, recipe.on_error, identity), Built):
                 with suppress(OSError):  # a kill may have left it, when all else was done
                     (folder / LOCK).unlink()
                 return found
@@ -109,11 +82,11 @@ def build(
                 raise
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK, lambda: report(f"waiting: another process writes to {folder}")):
-            opened = _open(folder, recipe, tokenise, identity, start_over, report)
+            opened = _open(folder, text, tokenise, identity, start_over, report)
             if isinstance(opened, Built):
                 return opened
             with closing(opened):
-                _run(opened, recipe, tokenise, workers, journal_seconds, report)
+                _run(opened, text, tokenise, workers, journal_seconds, report)
                 opened.finish()
         return replace(_built(folder, opened.skipped), new=True)
     except BrokenPipeError:  # of report
@@ -125,27 +98,25 @@ def build(
         raise InputError(Problem("", str(error.filename or folder), got, allowed, fix)) from error
 
 
-def _run(
-    output: _Output, recipe: Recipe, tokenise: Tokenise, workers: int, journal_seconds: float, report: Report
-) -> None:
+def _run(output: _Output, text: Text, tokenise: Tokenise, workers: int, journal_seconds: float, report: Report) -> None:
     """Read, tokenise and write everything from where the output stands."""
-    text, started = recipe.text, time.monotonic()
+    started = time.monotonic()
     saved, shards = started, output.shards
-    chunks = text.chunks(output.position)
+    results = tokenise_all(text.chunks(output.position), tokenise, workers)
     try:
-        with _progress(text, output, report) as advance, closing(_results(chunks, tokenise, workers)) as results:
+        with progress(text, output.done, output.tokens, report) as advance, closing(results):
             for chunk, result in results:
                 output.add(chunk, result)
                 if time.monotonic() - saved >= journal_seconds or output.shards != shards:
                     output.save()
                     saved, shards = time.monotonic(), output.shards
-                advance()
+                advance(output.done, output.tokens)
     except KeyboardInterrupt:
-        if not _is_stdin(text):
-            report(f"interrupted: the same command goes on with what is in {output.folder}")
+        if not text.is_stdin:
+            report(f"the same command goes on with what is in {output.folder}")
         raise
     output.save()
-    if not _is_stdin(text) and text.state() != output.identity["text"]:
+    if not text.is_stdin and text.state() != output.identity["text"]:
         got, allowed = "files that changed while they were read", "text that stays as it is"
         fix = f"remove {output.folder} and start again when nothing writes to the files"
         raise InputError(Problem("", text.name, got, allowed, fix))
@@ -157,118 +128,6 @@ def _run(
     )
 
 
-# --- chunks of text to tokens, here or in other processes ---
-
-
-@dataclass
-class Tokens:
-    """What a chunk gives to one side: ids [n] in the dtype on disk, how many documents, how many bytes of text."""
-
-    ids: np.ndarray
-    documents: int
-    bytes: int
-
-
-@dataclass
-class Result:
-    train: Tokens
-    validation: Tokens
-    bad: list[BadRecord]
-
-
-class Tokenise:
-    """Chunk -> Result. Loads the tokenizer when it is made, in the process that is to use it."""
-
-    def __init__(self, recipe: Recipe, fingerprint: str = "") -> None:
-        """fingerprint: what the tokenizer must have, if given. Raises InputError."""
-        self._tokenizer = load_tokenizer(recipe.tokenizer, bos_token=recipe.bos_token, eos_token=recipe.eos_token)
-        self.fingerprint = self._tokenizer.fingerprint
-        if fingerprint and self.fingerprint != fingerprint:
-            got, allowed = "another tokenizer than a moment ago", "files that stay as they are"
-            raise InputError(Problem("", str(recipe.tokenizer), got, allowed, "start again"))
-        self.dtype = token_dtype(self._tokenizer.vocab_size)
-        self.recipe = replace(recipe, text=None)  # type: ignore[arg-type]  # not for the workers: it may be long
-        self._held_out = recipe.validation_fraction * 2.0**64
-        # Both marks are written when both are asked for, also where a tokenizer uses one id for the two.
-        self._before, self._after = (
-            np.array([i] if i >= 0 else [], dtype=np.int32) for i in (recipe.bos_id, recipe.eos_id)
-        )
-
-    def __call__(self, chunk: Chunk) -> Result:
-        found, bad = [], []
-        for document in documents(chunk):
-            if isinstance(document, BadRecord):
-                bad.append(document)
-            else:
-                found.append(document)
-        ids = self._tokenizer.encode_parts([one.text for one in found], [one.first for one in found])
-        pieces: tuple[list[np.ndarray], list[np.ndarray]] = [], []
-        numbers, sizes = [0, 0], [0, 0]
-        for document, part in zip(found, ids, strict=True):
-            # A document's side depends on its contents alone, so that copies of it never lie on both sides.
-            side = int(int.from_bytes(document.digest[:8], "big") < self._held_out)
-            if document.first:
-                pieces[side].append(self._before)
-                numbers[side] += 1
-            pieces[side].append(part)
-            if document.last:
-                pieces[side].append(self._after)
-            sizes[side] += document.size
-        train, validation = (
-            Tokens(self._narrow(parts), n, size) for parts, n, size in zip(pieces, numbers, sizes, strict=True)
-        )
-        return Result(train, validation, bad)
-
-    def _narrow(self, parts: list[np.ndarray]) -> np.ndarray:
-        ids = np.concatenate([np.empty(0, dtype=np.int32), *parts])
-        n = self._tokenizer.vocab_size
-        assert not len(ids) or (ids.min() >= 0 and ids.max() < n), (
-            f"the tokenizer gave an id that is not one of its {n}"
-        )
-        return ids.astype(np.dtype(self.dtype).newbyteorder("<"))
-
-
-def _in_worker(recipe: Recipe, fingerprint: str) -> Tokenise:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Hugging Face's would take all cores, in every process
-    return Tokenise(recipe, fingerprint)
-
-
-def _results(chunks: Iterator[Chunk], tokenise: Tokenise, workers: int) -> Generator[tuple[Chunk, Result], None, None]:
-    """Every chunk with its result, in order. A bounded number is in memory."""
-    items = _with_error(chunks)
-    first = list(islice(items, _FEW_CHUNKS + 1))
-    items = chain(first, items)
-    if workers == 1 or len(first) <= _FEW_CHUNKS:
-        for item in items:
-            if isinstance(item, InputError):
-                raise item
-            yield item, tokenise(item)
-        return
-    with Pool(workers, _in_worker, tokenise.recipe, tokenise.fingerprint) as pool:
-        waiting: deque[tuple[Chunk, Future[Result]] | InputError] = deque()
-
-        def next_one() -> tuple[Chunk, Result]:
-            one = waiting.popleft()
-            if isinstance(one, InputError):
-                raise one
-            return one[0], one[1].result()
-
-        for item in items:
-            waiting.append(item if isinstance(item, InputError) else (item, pool.submit(item)))
-            if len(waiting) > 2 * workers:
-                yield next_one()
-        while waiting:
-            yield next_one()
-
-
-def _with_error(chunks: Iterator[Chunk]) -> Iterator[Chunk | InputError]:
-    """A reader that reads ahead must not stop for its own error before those of all that comes earlier are known."""
-    try:
-        yield from chunks
-    except InputError as error:
-        yield error
-
-
 # --- what is written, and how far it is ---
 
 
@@ -278,15 +137,16 @@ class _Output:
     def __init__(
         self,
         folder: Path,
-        recipe: Recipe,
+        text: Text,
         tokenise: Tokenise,
         identity: dict[str, Any],
         state: dict[str, Any] | None,
         report: Report,
     ) -> None:
         """state: what save() wrote; None: the folder is empty. Raises InputError when less is there than it says."""
+        recipe = tokenise.recipe
         self.folder, self.identity = folder, identity
-        self._name, self._on_error, self._report = recipe.text.name, recipe.on_error, report
+        self._name, self._on_error, self._report = text.name, recipe.on_error, report
         if state is None:  # before all else, so that whatever a kill leaves is known as ours
             state = {"position": asdict(Position()), "done": 0, "skipped": 0, "skipped_bytes": 0}
             state |= {"train": None, "validation": None}
@@ -318,7 +178,7 @@ class _Output:
         """Number of finished ones."""
         return self.train.shards + self.validation.shards
 
-    def add(self, chunk: Chunk, result: Result) -> None:
+    def add(self, chunk: Chunk, result: Tokenised) -> None:
         """Write a chunk's result. Raises InputError at its first bad record, unless they are skipped."""
         if result.bad:
             self._skip(result.bad)
@@ -386,22 +246,19 @@ class _Output:
 # --- what is there already ---
 
 
-def _is_stdin(text: Text) -> bool:
-    return any(file.path is None for file in text.files)
-
-
-def _identity(recipe: Recipe, tokenise: Tokenise) -> dict[str, Any]:
+def _identity(text: Text, tokenise: Tokenise) -> dict[str, Any]:
     """What must be the same to go on. on_error is not in it: as long as no record was skipped, both give the same."""
+    recipe = tokenise.recipe
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "tokenizer": tokenise.fingerprint,
         "dtype": tokenise.dtype,
         "bos_id": recipe.bos_id,
         "eos_id": recipe.eos_id,
         "validation_fraction": recipe.validation_fraction,
         "shard_tokens": recipe.shard_tokens,
-        **asdict(recipe.text.reading),
-        "text": f"standard input {uuid.uuid4()}" if _is_stdin(recipe.text) else recipe.text.state(),
+        **asdict(text.reading),
+        "text": f"standard input {uuid.uuid4()}" if text.is_stdin else text.state(),
     }
 
 
@@ -414,11 +271,11 @@ def _refusal(folder: Path, got: str) -> InputError:
     )
 
 
-def _look(folder: Path, recipe: Recipe, identity: dict[str, Any]) -> Built | dict[str, Any] | None:
+def _look(folder: Path, text: Text, on_error: str, identity: dict[str, Any]) -> Built | dict[str, Any] | None:
     """What a folder holds: all, the state to go on from, or nothing. Changes nothing. Raises InputError."""
-    if (state := _read(folder / PROGRESS, recipe, identity, "an unfinished try")) is not None:
+    if (state := _read(folder / PROGRESS, text, on_error, identity, "an unfinished try")) is not None:
         return state
-    if (state := _read(folder / FINISHED, recipe, identity, "tokens")) is not None:
+    if (state := _read(folder / FINISHED, text, on_error, identity, "tokens")) is not None:
         return _built(folder, state["skipped"])
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     strangers = sorted(name for name in names if name != LOCK and not _LEFTOVER.fullmatch(name))
@@ -428,8 +285,8 @@ def _look(folder: Path, recipe: Recipe, identity: dict[str, Any]) -> Built | dic
     return None
 
 
-def _read(path: Path, recipe: Recipe, identity: dict[str, Any], what: str) -> dict[str, Any] | None:
-    """The state in progress.json or build.json, if it is of this recipe; None if there is none. Raises InputError."""
+def _read(path: Path, text: Text, on_error: str, identity: dict[str, Any], what: str) -> dict[str, Any] | None:
+    """The state in progress.json or build.json, if it is of this build; None if there is none. Raises InputError."""
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -441,18 +298,18 @@ def _read(path: Path, recipe: Recipe, identity: dict[str, Any], what: str) -> di
     except (ValueError, AttributeError, KeyError, TypeError):
         raise _refusal(path.parent, f"a damaged {path.name}, or one of another version") from None
     found = record["recipe"]
-    if _is_stdin(recipe.text):
+    if text.is_stdin:
         raise _refusal(path.parent, f"{what} of other text (standard input cannot be read a second time)")
     different = [
         f"{name}: {found.get(name)!r}, now {identity[name]!r}"
         for name in identity
         if name != "text" and found.get(name) != identity[name]
     ]
-    if record["name"] != recipe.text.name:
-        different.append(f"the text: {record['name']!r}, now {recipe.text.name!r}")
+    if record["name"] != text.name:
+        different.append(f"the text: {record['name']!r}, now {text.name!r}")
     elif found.get("text") != identity["text"]:
         different.append("the text: its files have changed since (names, sizes or times)")
-    if record["state"]["skipped"] and recipe.on_error == "stop":
+    if record["state"]["skipped"] and on_error == "stop":
         different.append(f"on_error: {record['state']['skipped']} records were skipped, now 'stop'")
     if different:
         raise _refusal(path.parent, f"{what} with other settings or text ({'; '.join(different)})")
@@ -460,17 +317,17 @@ def _read(path: Path, recipe: Recipe, identity: dict[str, Any], what: str) -> di
 
 
 def _open(
-    folder: Path, recipe: Recipe, tokenise: Tokenise, identity: dict[str, Any], start_over: bool, report: Report
+    folder: Path, text: Text, tokenise: Tokenise, identity: dict[str, Any], start_over: bool, report: Report
 ) -> Built | _Output:
     """What a folder holds, ready to be gone on with."""
     try:
-        state = _look(folder, recipe, identity)
+        state = _look(folder, text, tokenise.recipe.on_error, identity)
         if isinstance(state, Built):
             return state
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 path.unlink()
-        output = _Output(folder, recipe, tokenise, identity, state, report)
+        output = _Output(folder, text, tokenise, identity, state, report)
     except InputError as error:
         if not start_over:
             raise InputError([replace(problem, fix=_FIX) for problem in error.problems]) from None
@@ -478,7 +335,7 @@ def _open(
         for path in folder.iterdir():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return _Output(folder, recipe, tokenise, identity, None, report)
+        return _Output(folder, text, tokenise, identity, None, report)
     if output.tokens:
         report(f"going on in {folder}, where {output.tokens:,} tokens are already")
     return output
@@ -493,50 +350,3 @@ def _built(folder: Path, skipped: int) -> Built:
 def records_skipped(folder: Path) -> int:
     """How many records a finished build left out."""
     return int(json.loads((folder / FINISHED).read_text())["state"]["skipped"])
-
-
-# --- what the user sees ---
-
-
-@contextmanager
-def _progress(text: Text, output: _Output, report: Report) -> Iterator[Callable[[], None]]:
-    """Gives advance(), which shows where the output stands: a bar on a terminal, else a line every ten seconds."""
-    total = 0 if _is_stdin(text) else text.size()
-    size = f"{total / 1e6:,.1f} MB in {len(text.files):,} files" if total else "standard input"
-    report(f"tokenising {text.name}: {size}")
-    started, done, tokens = time.monotonic(), output.done, output.tokens
-
-    def rate() -> str:
-        seconds = max(time.monotonic() - started, 1e-9)
-        return f"{(output.tokens - tokens) / seconds:,.0f} tokens/s"
-
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("tokenising", total=total or None, completed=done, rate="")
-            yield lambda: bar.update(task, completed=output.done, rate=rate())
-        return
-    last = started
-
-    def advance() -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < 10:
-            return
-        last = now
-        words = [f"{output.tokens:,} tokens", rate()]
-        if total:
-            left = (now - started) * (total - output.done) / max(output.done - done, 1)
-            words = [f"{output.done / total:.0%}", *words, f"{left:,.0f} s left"]
-        report(f"tokenising {text.name}: {', '.join(words)}")
-
-    yield advance

@@ -13,7 +13,6 @@ megatron/core/datasets/indexed_dataset.py.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import struct
@@ -24,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.data.shards import META, PROGRESS, TokenArray, TokenShards
+from titanlite.data.shards import TokenArray
+from titanlite.files import expand
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic: version, dtype
 _LLM_C_HEADER = 256 * 4
@@ -34,38 +34,6 @@ _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6
 _READ_DTYPES = ("uint16", "int32")  # what Megatron writes ids in
 _BLOCK = 1 << 22  # tokens read at once
 _INDEX_BLOCK = 1 << 18  # sequences checked at once
-
-
-@dataclass(frozen=True)
-class FoundTokens:
-    """Token files, as paths that open_tokens takes; a path may be a glob."""
-
-    train: Path
-    validation: Path | None
-
-
-def find_tokens(path: str, key: str) -> FoundTokens | None:
-    """What a path names, if it is tokens; None if it is not, or nothing. Reads headers only.
-
-    A folder of shards, or of train/ and validation/; a folder with train.bin and val.bin (nanoGPT), or with
-    *_train_*.bin and *_val_*.bin (llm.c); a .bin or .idx; a glob of them. key names the setting that the path came
-    from. Raises InputError when the tokens cannot be read.
-    """
-    try:
-        found = _find(path, key)
-    except OSError as error:
-        got = f"{path!r} ({error.strerror})"
-        raise InputError(Problem("", key, got, "a path that can be read", "change its permissions")) from None
-    for part in (found.train, found.validation) if found else ():
-        if part:
-            open_tokens(part)
-    return found
-
-
-def open_tokens(path: Path | str) -> TokenArray:
-    """The reader of token shards, of a .bin, or of several (a glob). Raises InputError."""
-    path = Path(path)
-    return TokenShards(path) if path.is_dir() else ForeignTokens(path)
 
 
 class ForeignTokens(TokenArray):
@@ -79,7 +47,7 @@ class ForeignTokens(TokenArray):
         path = Path(path)
         headers: list[_Header] = []
         problems: list[Problem] = []
-        for file in _bin_files(path):
+        for file in bin_files(path):
             try:
                 headers.append(_read_header(file))
             except InputError as error:
@@ -146,11 +114,11 @@ def fingerprint(tokens: TokenArray, scanned: dict[str, str | int]) -> str:
 
 
 def check_ids(tokens: TokenArray, scanned: dict[str, str | int], vocab_size: int) -> None:
-    """Raises InputError that names a file and a token of it when an id is not one of the vocabulary's."""
+    """Raises InputError that names a file and a token of it when an id is not one of the tokenizer's."""
     problems = []
-    allowed = f"ids from 0 to {vocab_size - 1}, as model.vocab_size says"
+    allowed = f"ids from 0 to {vocab_size - 1}, which tokenizer.path has"
     for name, fix in (
-        ("max", "raise model.vocab_size to that of the tokenizer that made the file"),
+        ("max", "name the tokenizer that made the file"),
         ("min", "make the file again: no tokenizer has negative ids"),
     ):
         wrong = int(scanned[f"{name}_id"])
@@ -161,65 +129,19 @@ def check_ids(tokens: TokenArray, scanned: dict[str, str | int], vocab_size: int
         raise InputError(problems)
 
 
-# --- which files a path means ---
+# --- the files of a path ---
 
 
-def _find(path: str, key: str) -> FoundTokens | None:
-    place = Path(path)
-    if (place / META).is_file():
-        return FoundTokens(place, None)
-    if (place / "train" / META).is_file():
-        held_out = place / "validation"
-        return FoundTokens(place / "train", held_out if (held_out / META).is_file() else None)
-    if (place / PROGRESS).is_file():
-        got, fix = f"{path!r}, which is unfinished", "give the same command of titanlite prepare again: it goes on"
-        raise InputError(Problem("", key, got, "a folder of finished token shards", fix))
-    if place.is_dir():
-        return _find_in_folder(place, key)
-    return FoundTokens(place, None) if _matches_tokens(path, key) else None
-
-
-def _find_in_folder(folder: Path, key: str) -> FoundTokens | None:
-    bins = [file for file in folder.iterdir() if file.suffix in (".bin", ".idx")]
-    names = {part: folder / f"{part}.bin" for part in ("train", "val")}
-    # Both x_train_000001.bin and x_train.bin, as llm.c names its small sets.
-    globs = {part: Path(glob.escape(str(folder))) / f"*_{part}[._]*bin" for part in ("train", "val")}
-    named = names["train"].is_file()
-    globbed = bool(_bin_files(globs["train"]))
-    if named and globbed:
-        got = f"{str(folder)!r}, which has train.bin and *_train_*.bin"
-        raise InputError(Problem("", key, got, "one of them", "name the files by a glob"))
-    if named:
-        return FoundTokens(names["train"], names["val"] if names["val"].is_file() else None)
-    if globbed:
-        return FoundTokens(globs["train"], globs["val"] if _bin_files(globs["val"]) else None)
-    if bins and all(file in bins or file.is_dir() or file.name.startswith(".") for file in folder.iterdir()):
-        got = f"{str(folder)!r}, with {bins[0].name} but neither train.bin nor *_train_*.bin"
-        raise InputError(Problem("", key, got, "a folder that says what is for training", "name the files by a glob"))
-    return None
-
-
-def _matches_tokens(path: str, key: str) -> bool:
-    """Whether the file or the glob is tokens."""
-    files = _matches(path)
-    tokens = [file for file in files if file.suffix in (".bin", ".idx")]
-    if tokens and len(tokens) < len(files):
-        other = next(file for file in files if file not in tokens)
-        got = f"{path!r}, which matches {tokens[0].name} and {other.name}"
-        raise InputError(Problem("", key, got, "token files or text, not both", "narrow the pattern, as in *.bin"))
-    return bool(tokens)
-
-
-def _matches(path: str) -> list[Path]:
+def matches(path: str) -> list[Path]:
     """A path that exists is itself, whatever characters it has; so is a .bin of which only the .idx is there."""
     if Path(path).exists() or (path.endswith(".bin") and Path(path).with_suffix(".idx").exists()):
         return [Path(path)]
-    return [Path(match) for match in sorted(glob.glob(path, recursive=True)) if Path(match).is_file()]
+    return sorted({match for match in expand(path)[1] if match.is_file()})
 
 
-def _bin_files(path: Path) -> list[Path]:
-    """An .idx stands for its .bin, so that a glob may match both."""
-    files = [file for file in _matches(str(path)) if file.suffix in (".bin", ".idx")]
+def bin_files(path: Path) -> list[Path]:
+    """The .bin files that a path or a glob means. An .idx stands for its .bin, so that a glob may match both."""
+    files = [file for file in matches(str(path)) if file.suffix in (".bin", ".idx")]
     return sorted({file.with_suffix(".bin") for file in files})
 
 

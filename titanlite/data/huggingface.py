@@ -96,15 +96,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self._is_special = np.zeros(self.vocab_size, dtype=np.bool_)
         self._is_special[special] = True
 
-        mark = [pieces.get(f"<0x{byte:02X}>", -1) for byte in SPACE_MARK.encode()]
-        cares = self._space_mark == SPACE_MARK and bool(model.get("byte_fallback")) and min(mark) >= 0
-        self._mark_ids = np.array(mark if cares else [], dtype=np.int32)
+        mark_bytes = [pieces.get(f"<0x{byte:02X}>", -1) for byte in SPACE_MARK.encode()]
+        cares = self._space_mark == SPACE_MARK and bool(model.get("byte_fallback")) and min(mark_bytes) >= 0
+        self._space_mark_ids = np.array(mark_bytes if cares else [], dtype=np.int32)
 
         others = [token for token in added.values() if not token.special]
         simple = not any(token.lstrip or token.rstrip or token.single_word for token in others)
         self._cuts = {"\n": False, " ": False}  # before _seam is asked, texts are not cut
         try:
-            self._check_marks(marks, bool(bos_token), bool(eos_token), key)
+            self._find_marks(marks, bool(bos_token), bool(eos_token), key)
             self._cuts = self._safe_cuts(texts.values()) if simple else self._cuts
             hard = [*_HARD_TEXTS, *(f"{a}{token.content}{b}" for token in others[:64] for a, b in ("ab", "  ", "\n\n"))]
             self.exact = simple and self._keeps_text(spec, pieces) and self._comes_back([*hard, "".join(hard)])
@@ -174,7 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     # --- what is known of it ---
 
-    def _check_marks(self, marks: dict[str, str], bos_chosen: bool, eos_chosen: bool, key: str) -> None:
+    def _find_marks(self, marks: dict[str, str], bos_chosen: bool, eos_chosen: bool, key: str) -> None:
         """Sets bos_id and eos_id. Raises InputError where a chosen one is none or text can write a special id."""
         for name, chosen in (("bos", bos_chosen), ("eos", eos_chosen)):
             found = self._first.token_to_id(marks[name]) if marks[name] else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import numpy as np
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.data.documents import document_starts
-from titanlite.data.foreign import find_tokens, open_tokens
 from titanlite.data.order import SampleOrder
-from titanlite.data.prepare import PreparedSource
+from titanlite.data.prepare import PreparedData
 from titanlite.data.shards import TokenArray, TokenShards
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokens import find_tokens, open_tokens
 
 _BLOCK = 1 << 20  # tokens counted at once: they and what is computed from them stay in the processor's cache
 _TABLED = 1 << 20  # documents up to this length, in tokens, are counted in a table
@@ -78,15 +77,16 @@ class Stats:
         return "\n".join([f"{_visible(self.path)} ({checked})", *lines])
 
 
-def stats(path: Path | str, tokenizer: Tokenizer | None, *, verify: bool = True, key: str = "--stats") -> Stats:
+def stats(path: Path | str, tokenizer: Tokenizer | None, *, verify: bool = True) -> Stats:
     """Count all tokens at a path that find_tokens knows, in flat memory; verify: compare checksums first.
 
-    key names the option that the path came from. Raises InputError for anything else and for damaged files.
+    Raises InputError for anything else and for damaged files.
     """
-    found = find_tokens(str(path), key)
+    found = find_tokens(str(path), "--stats")
     if found is None:
         allowed = "a folder of token shards, or a .bin of nanoGPT, llm.c or Megatron"
-        raise InputError(Problem("", key, repr(str(path)), allowed, "titanlite prepare makes tokens of text"))
+        what = repr(str(path)) if Path(path).exists() else f"{str(path)!r}, which does not exist"
+        raise InputError(Problem("", "--stats", what, allowed, "titanlite prepare makes tokens of text"))
     opened = [open_tokens(part) for part in (found.train, found.validation) if part]
     if verify:
         for tokens in opened:
@@ -96,9 +96,16 @@ def stats(path: Path | str, tokenizer: Tokenizer | None, *, verify: bool = True,
     return Stats(str(path), verified, parts[0], parts[1] if len(parts) > 1 else None)
 
 
-def show(tokens: TokenArray, tokenizer: Tokenizer | None, window: int, seq_len: int) -> str:
+def show(
+    tokens: TokenArray,
+    tokenizer: Tokenizer | None,
+    window: int,
+    seq_len: int,
+    marks: tuple[int, int] | None = None,
+) -> str:
     """A window decoded: its documents parted, marks and other special ids as ⟨…⟩, and the last label by itself.
 
+    marks: the ids of BOS and EOS, -1: not written; None: as the tokens say, or else the tokenizer.
     Without a tokenizer ids are shown. Characters that would act on a terminal are written as ⟨U+001B⟩.
     Raises InputError when there is no such window.
     """
@@ -107,7 +114,7 @@ def show(tokens: TokenArray, tokenizer: Tokenizer | None, window: int, seq_len: 
         got, fix = f"window {window} of {seq_len} tokens", "ask for an earlier one, or for a smaller seq_len"
         raise InputError(Problem("", str(tokens.path), got, f"0 to {windows - 1}" if windows else "none is whole", fix))
     ids = tokens.window(window, seq_len).astype(np.int64)
-    bos_id, eos_id, _ = _marks(tokens, tokenizer)
+    bos_id, eos_id = marks or _marks(tokens, tokenizer)[:2]
     starts = np.flatnonzero(document_starts(ids, bos_id, eos_id)[:-1]).tolist()
     # What comes before says whether the first document began earlier.
     before = tokens.read(max(window * seq_len - 1, 0), window * seq_len + 2).astype(np.int64)
@@ -127,9 +134,7 @@ def show(tokens: TokenArray, tokenizer: Tokenizer | None, window: int, seq_len: 
     return "\n".join(lines)
 
 
-def show_sample(
-    sources: Sequence[PreparedSource], order: SampleOrder, k: int, tokenizer: Tokenizer | None, seq_len: int
-) -> str:
+def show_sample(prepared: PreparedData, order: SampleOrder, k: int, seq_len: int) -> str:
     """Sample k of a run: which source, epoch and window it is, and the window as show() gives it.
 
     Raises InputError when the run ends before it.
@@ -138,9 +143,9 @@ def show_sample(
         got, fix = f"sample {k}", "ask for an earlier one, or raise data.epochs"
         raise InputError(Problem("", "--show", got, f"0 to {order.length - 1}, as data.epochs says", fix))
     source, epoch, window = order.locate(k)
-    path = sources[source].train
-    head = f"sample {k}: source {source} ({_visible(str(path))}), epoch {epoch}, window {window}"
-    return f"{head}\n{show(open_tokens(path), tokenizer, window, seq_len)}"
+    found = prepared.sources[source]
+    head = f"sample {k}: source {source} ({_visible(found.path)}), epoch {epoch}, window {window}"
+    return f"{head}\n{show(open_tokens(found.train), prepared.tokenizer, window, seq_len, prepared.marks)}"
 
 
 def _marks(tokens: TokenArray, tokenizer: Tokenizer | None) -> tuple[int, int, str | None]:

@@ -13,13 +13,11 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import DataConfig
 from titanlite.data.documents import document_numbers
-from titanlite.data.foreign import open_tokens
-from titanlite.data.order import Phase, SampleOrder
+from titanlite.data.order import SampleOrder
 from titanlite.data.prepare import PreparedData
 from titanlite.data.shards import TokenArray
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokens import open_tokens
 from titanlite.model.loss import IGNORED
 
 Batch = dict[str, Tensor]
@@ -33,6 +31,7 @@ class TrainLoader:
     Step t of this loader takes samples start_sample + t * global_batch_size onwards; the rank has the data_rank-th of
     data_size equal slices, in chunks of local_batch_size. It ends, on all ranks at the same step, when fewer than
     global_batch_size samples are left. It is iterated once. close() ends the loader processes, if any.
+    document_marks: BOS and EOS id that tell documents apart (-1: not used); None: batches do not say "documents".
     """
 
     def __init__(
@@ -99,30 +98,24 @@ class TrainLoader:
 
 def build_train_loader(
     prepared: PreparedData,
-    data: DataConfig,
+    order: SampleOrder,
     *,
     seq_len: int,
-    seed: int,
     global_batch_size: int,
     data_rank: int,
     data_size: int,
     local_batch_size: int,
     start_sample: int,
+    num_workers: int,
     pin_memory: bool,
-    phase: Phase | None = None,
-    document_marks: tuple[int, int] | None = None,
 ) -> TrainLoader:
     """The run's loader. Raises ValueError when the batch sizes do not divide.
 
-    pin_memory:     for copies to a GPU
-    phase:          of the run, that start_sample lies in; None: the first
-    document_marks: BOS and EOS id that tell documents apart (-1: not used); None: batches do not say "documents"
+    order:      of the phase that start_sample lies in
+    pin_memory: for copies to a GPU
     """
-    shards = [open_tokens(source.train) for source in prepared.sources]
-    windows = [one.windows(seq_len) for one in shards]
-    order = SampleOrder(windows, [source.weight for source in prepared.sources], seed, data.epochs, phase)
     return TrainLoader(
-        shards,
+        [open_tokens(source.train) for source in prepared.sources],
         order,
         seq_len=seq_len,
         global_batch_size=global_batch_size,
@@ -130,26 +123,23 @@ def build_train_loader(
         data_size=data_size,
         local_batch_size=local_batch_size,
         start_sample=start_sample,
-        num_workers=data.num_workers,
+        num_workers=num_workers,
         pin_memory=pin_memory,
-        document_marks=document_marks,
+        document_marks=prepared.document_marks,
     )
 
 
 class ValidationData:
     """The first `samples` held-out samples (0: all), sources in order; always the same ones, whatever the layout.
 
-    document_marks: as in build_train_loader
     n_samples:   how many there are
     token_bytes: int64 [vocab], bytes of text of each id, for bits per byte
     Raises InputError when there is not one whole sample.
     """
 
-    def __init__(
-        self, prepared: PreparedData, seq_len: int, samples: int = 0, document_marks: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, prepared: PreparedData, seq_len: int, samples: int = 0) -> None:
         self._seq_len = seq_len
-        self._document_marks = document_marks
+        self._document_marks = prepared.document_marks
         self._shards = [open_tokens(source.validation) for source in prepared.sources if source.validation]
         self._ends = np.cumsum([shards.windows(seq_len) for shards in self._shards], dtype=np.int64)
         total = int(self._ends[-1]) if len(self._ends) else 0
@@ -157,7 +147,7 @@ class ValidationData:
             got, fix = "no whole held-out sample", "raise data.validation_fraction, or leave validation off"
             raise InputError(Problem("", "validation.enable", got, f"more than {seq_len} held-out tokens", fix))
         self.n_samples = min(samples or total, total)
-        self.token_bytes = torch.from_numpy(load_tokenizer(prepared.tokenizer_path).token_bytes)
+        self.token_bytes = torch.from_numpy(prepared.tokenizer.token_bytes)
 
     def batches(self, data_rank: int, data_size: int, local_batch_size: int) -> Iterator[Batch]:
         """This rank's part, in batches of local_batch_size rows; as many on every rank, padded with IGNORED labels."""

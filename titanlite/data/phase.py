@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from titanlite.data.foreign import open_tokens
 from titanlite.data.order import BLOCK, Phase, SampleOrder, block_quotas
 from titanlite.data.prepare import PreparedData
+from titanlite.data.tokens import open_tokens
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class RunData:
         windows, quotas = zip(*((source.windows, source.quota) for source in self.sources), strict=True)
         return SampleOrder(windows, quotas, self.seed, epochs, self.phase)
 
+    def __str__(self) -> str:
+        return ", ".join(f"{source.quota / BLOCK:.3g} {source.path}" for source in self.sources)
+
     def record(self) -> dict[str, Any]:
         """This as JSON, for a checkpoint's manifest."""
         return asdict(self)
@@ -83,14 +86,16 @@ class RunData:
         return cls(**{**record, "sources": sources, "former": former})
 
 
-def first_phase(prepared: PreparedData, paths: Sequence[str], *, seq_len: int, seed: int) -> RunData:
-    """The data of a run that starts now. paths: of the sources, as the config names them."""
+def first_phase(prepared: PreparedData, *, seq_len: int, seed: int) -> RunData:
+    """The data of a run that starts now."""
     quotas = block_quotas([source.weight for source in prepared.sources])
     sources = tuple(
-        SourceState(path, source.fingerprint, open_tokens(source.train).windows(seq_len), quota, stream=i, offset=0)
-        for i, (path, source, quota) in enumerate(zip(paths, prepared.sources, quotas, strict=True))
+        SourceState(
+            source.path, source.fingerprint, open_tokens(source.train).windows(seq_len), quota, stream=i, offset=0
+        )
+        for i, (source, quota) in enumerate(zip(prepared.sources, quotas, strict=True))
     )
-    return RunData(0, sources, (), prepared.tokenizer_fingerprint, seq_len, seed)
+    return RunData(0, sources, (), prepared.tokenizer.fingerprint, seq_len, seed)
 
 
 def resume(train_state: Mapping[str, Any], configured: RunData) -> tuple[RunData, list[str]]:

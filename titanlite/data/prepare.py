@@ -14,21 +14,27 @@ from pathlib import Path
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import EMBEDDED, DataConfig, SourceConfig, TokenizerConfig
-from titanlite.data.build import Recipe, build, records_skipped
+from titanlite.data.build import SKIPPED, VERSION, build, records_skipped
 from titanlite.data.cache import Memo, Report, get_or_build, key_of
-from titanlite.data.foreign import FoundTokens, check_ids, find_tokens, fingerprint, open_tokens, scan
+from titanlite.data.foreign import check_ids, fingerprint, scan
+from titanlite.data.records import Reading
 from titanlite.data.shards import FORMAT, TokenArray, TokenShards
-from titanlite.data.text import Reading, Text, check_embedded, embedded_text, text_at
+from titanlite.data.text import Text, check_embedded, embedded_text, text_at
+from titanlite.data.tokenise import Recipe
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, quoted
+from titanlite.data.tokens import FoundTokens, find_tokens, open_tokens
 from titanlite.data.train_tokenizer import train_embedded_tokenizer
-
-_VERSION = 2  # raise it when the same text would become other shards: it is in the cache's keys
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source, ready to be read: what open_tokens takes. validation: None when nothing is held out."""
+    """One source, ready to be read.
 
+    path:              as the config names it, for messages
+    train, validation: what open_tokens takes; validation is None when nothing is held out
+    """
+
+    path: str
     train: Path
     validation: Path | None
     weight: float
@@ -37,12 +43,17 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """document_marks: (BOS, EOS) ids that part documents in the tokens, -1: not written; None without masks."""
+    """All of a run's data. marks: the ids (BOS, EOS) that are written around documents, -1: not written."""
 
-    tokenizer_path: Path
-    tokenizer_fingerprint: str
+    tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
-    document_marks: tuple[int, int] | None = None
+    marks: tuple[int, int]
+    document_mask: bool = False
+
+    @property
+    def document_marks(self) -> tuple[int, int] | None:
+        """The marks by which attention is masked; None: it is not."""
+        return self.marks if self.document_mask else None
 
 
 def prepare(
@@ -61,7 +72,7 @@ def prepare(
     """
     cache_dir = Path(data.cache_dir)
     faults = _Faults()
-    embedded = EMBEDDED in (tokenizer.path, *(source.path for source in data.sources))
+    embedded = EMBEDDED in (tokenizer.path, *(path for one in data.sources for path in (one.path, one.validation_path)))
     if embedded:
         with faults.collected():
             text, version = embedded_text()
@@ -87,17 +98,16 @@ def prepare(
             "cannot be compared with other tokenizers'"
         )
 
-    room = _Room(data, loaded, tokenizer, vocab_size, report)
+    shared = _Shared(data, loaded, tokenizer, report)
     sources: list[PreparedSource] = []
     for i in range(len(data.sources)):
         with faults.collected():
-            sources.append(_prepare_source(room, i, *opened[i], seq_len))
+            sources.append(_prepare_source(shared, i, *opened[i], seq_len))
     if validation and not faults.problems:
         with faults.collected():
             _check_validation(sources, seq_len)
     faults.raise_any()
-    marks = room.marks if data.document_mask else None
-    return PreparedData(loaded.path, loaded.fingerprint, tuple(sources), marks)
+    return PreparedData(loaded, tuple(sources), shared.marks, data.document_mask)
 
 
 _Opened = Text | FoundTokens
@@ -122,13 +132,12 @@ class _Faults:
 
 
 @dataclass(frozen=True)
-class _Room:
+class _Shared:
     """What every source of a run shares."""
 
     data: DataConfig
     tokenizer: Tokenizer
     config: TokenizerConfig
-    vocab_size: int
     report: Report
 
     @property
@@ -137,9 +146,7 @@ class _Room:
 
     @property
     def marks(self) -> tuple[int, int]:
-        """The ids before and after every document, -1 for none."""
-        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        return (bos if self.config.add_bos else -1, eos if self.config.add_eos else -1)
+        return marks_of(self.tokenizer, self.config)
 
 
 # --- what is named ---
@@ -172,6 +179,11 @@ def open_tokenizer(
     return tokenizer
 
 
+def marks_of(tokenizer: Tokenizer, config: TokenizerConfig) -> tuple[int, int]:
+    """The ids (BOS, EOS) that are written around every document, -1 for none."""
+    return tokenizer.bos_id if config.add_bos else -1, tokenizer.eos_id if config.add_eos else -1
+
+
 def _open(source: SourceConfig, path: str, key: str, report: Report) -> _Opened:
     """What a path names: tokens, or text."""
     if path == EMBEDDED:
@@ -189,34 +201,32 @@ def _open(source: SourceConfig, path: str, key: str, report: Report) -> _Opened:
 
 
 def _prepare_source(
-    room: _Room, number: int, opened: _Opened, held_out: _Opened | None, seq_len: int
+    shared: _Shared, number: int, opened: _Opened, held_out: _Opened | None, seq_len: int
 ) -> PreparedSource:
-    source, key = room.data.sources[number], f"data.sources.{number}.path"
-    fraction = 0.0 if held_out is not None else room.data.validation_fraction
-    found = _tokenised(room, opened, fraction, key) if isinstance(opened, Text) else opened
+    source, key = shared.data.sources[number], f"data.sources.{number}.path"
+    fraction = 0.0 if held_out is not None else shared.data.validation_fraction
+    found = _tokenised(shared, opened, fraction, key) if isinstance(opened, Text) else opened
     validation, validation_key = found.validation, key
     if held_out is not None:
         validation_key = f"data.sources.{number}.validation_path"
-        held_out = _tokenised(room, held_out, 0.0, validation_key) if isinstance(held_out, Text) else held_out
+        held_out = _tokenised(shared, held_out, 0.0, validation_key) if isinstance(held_out, Text) else held_out
         validation = held_out.train
-    content = _check_tokens(room, open_tokens(found.train), key)
+    content = _check_tokens(shared, open_tokens(found.train), key)
     if validation is not None:
-        _check_tokens(room, open_tokens(validation), validation_key)
+        _check_tokens(shared, open_tokens(validation), validation_key)
     _check_length(open_tokens(found.train), validation, source.path, key, seq_len)
-    return PreparedSource(found.train, validation, source.weight, content)
+    return PreparedSource(source.path, found.train, validation, source.weight, content)
 
 
-def _tokenised(room: _Room, text: Text, fraction: float, key: str) -> FoundTokens:
+def _tokenised(shared: _Shared, text: Text, fraction: float, key: str) -> FoundTokens:
     """The token shards of a text, out of the cache or made now."""
-    data, config = room.data, room.config
-    content = text.fingerprint(room.cache_dir)
-    bos_id, eos_id = room.marks
-    place = (
-        room.cache_dir / "tokens" / key_of(_VERSION, FORMAT, content, room.tokenizer.fingerprint, room.marks, fraction)
-    )
+    data, config = shared.data, shared.config
+    content = text.fingerprint(shared.cache_dir)
+    bos_id, eos_id = shared.marks
+    key_of_tokens = key_of(VERSION, FORMAT, content, shared.tokenizer.fingerprint, shared.marks, fraction)
+    place = shared.cache_dir / "tokens" / key_of_tokens
     recipe = Recipe(
-        text,
-        room.tokenizer.path,
+        shared.tokenizer.path,
         bos_id,
         eos_id,
         fraction,
@@ -231,7 +241,7 @@ def _tokenised(room: _Room, text: Text, fraction: float, key: str) -> FoundToken
             return False
         try:
             for part in ("train", "validation"):
-                _verify(TokenShards(folder / part), room.cache_dir)
+                _verify(TokenShards(folder / part), shared.cache_dir)
             return True
         except InputError:
             return False
@@ -240,19 +250,20 @@ def _tokenised(room: _Room, text: Text, fraction: float, key: str) -> FoundToken
         nonlocal built
         built = True
         workers = data.prepare_workers or os.cpu_count() or 1
-        build(folder, recipe, workers=workers, report=room.report, start_over=True)
-        if text.fingerprint(room.cache_dir) != content:  # between the first look at it and the start of the build
+        build(folder, text, recipe, workers=workers, report=shared.report, start_over=True)
+        if text.fingerprint(shared.cache_dir) != content:  # between the first look at it and the start of the build
             got, fix = "files that changed while they were read", "start again when nothing writes to them"
             raise InputError(Problem("", key, got, "text that stays as it is", fix))
 
-    get_or_build(place, is_whole, build_here, what=text.name, report=room.report, resumable=True)
+    get_or_build(place, is_whole, build_here, what=text.name, report=shared.report, resumable=True)
     if (skipped := records_skipped(place)) and data.on_error == "stop":
-        got = f"{skipped:,} records of {text.name} that cannot be read (listed in {place / 'skipped.jsonl'})"
+        got = f"{skipped:,} records of {text.name} that cannot be read (listed in {place / SKIPPED})"
         raise InputError(Problem("", key, got, "none, while data.on_error is stop", "mend them, or set it to skip"))
     train, validation = TokenShards(place / "train"), TokenShards(place / "validation")
     if built:
         for shards in (train, validation):
-            _verify(shards, room.cache_dir, just_written=True)
+            _verify(shards, shared.cache_dir, just_written=True)
+        shared.report(f"the tokens of {text.name} are in {place}")
     return FoundTokens(train.path, validation.path if validation.n_tokens else None)
 
 
@@ -265,17 +276,17 @@ def _verify(shards: TokenShards, cache_dir: Path, *, just_written: bool = False)
         memo.put("good", settled=just_written)
 
 
-def _check_tokens(room: _Room, tokens: TokenArray, key: str) -> str:
+def _check_tokens(shared: _Shared, tokens: TokenArray, key: str) -> str:
     """Refuse tokens that are damaged or not this tokenizer's; gives the fingerprint of what they say."""
     if not isinstance(tokens, TokenShards):
-        return _check_foreign(room, tokens, key)
+        return _check_foreign(shared, tokens, key)
     where, problems = repr(str(tokens.path)), []
-    if tokens.tokenizer != room.tokenizer.fingerprint:
+    if tokens.tokenizer != shared.tokenizer.fingerprint:
         got = f"{where}, made with another tokenizer (sha256 {tokens.tokenizer[:12]}…)"
-        allowed = f"shards of the tokenizer that tokenizer.path names (sha256 {room.tokenizer.fingerprint[:12]}…)"
+        allowed = f"shards of the tokenizer that tokenizer.path names (sha256 {shared.tokenizer.fingerprint[:12]}…)"
         problems.append(Problem("", key, got, allowed, "name their tokenizer, or prepare the text again"))
     else:
-        for name, written, wanted in zip(("bos", "eos"), (tokens.bos_id, tokens.eos_id), room.marks, strict=True):
+        for name, written, wanted in zip(("bos", "eos"), (tokens.bos_id, tokens.eos_id), shared.marks, strict=True):
             if written is not None and written != wanted:
                 says, should = (f"id {token}" if token >= 0 else "none" for token in (written, wanted))
                 got = f"{where}, whose documents have this {name.upper()}: {says}"
@@ -284,20 +295,20 @@ def _check_tokens(room: _Room, tokens: TokenArray, key: str) -> str:
                 problems.append(Problem("", key, got, allowed, fix))
     if problems:
         raise InputError(problems)
-    _verify(tokens, room.cache_dir)
+    _verify(tokens, shared.cache_dir)
     return tokens.fingerprint
 
 
-def _check_foreign(room: _Room, tokens: TokenArray, key: str) -> str:
-    memo = Memo(room.cache_dir, "scanned", tokens.depends_on())
+def _check_foreign(shared: _Shared, tokens: TokenArray, key: str) -> str:
+    memo = Memo(shared.cache_dir, "scanned", tokens.depends_on())
     known = memo.get()
     scanned = json.loads(known) if known else scan(tokens)
     if known is None:
         memo.put(json.dumps(scanned))
-    check_ids(tokens, scanned, room.vocab_size)
-    room.report(
+    check_ids(tokens, scanned, shared.tokenizer.vocab_size)
+    shared.report(
         f"warning: {key}: {str(tokens.path)!r} does not say which tokenizer made it, nor whether documents are marked; "
-        f"its largest id is {scanned['max_id']}, and tokenizer.path has {room.tokenizer.vocab_size} ids"
+        f"its largest id is {scanned['max_id']}, and tokenizer.path has {shared.tokenizer.vocab_size} ids"
     )
     return fingerprint(tokens, scanned)
 

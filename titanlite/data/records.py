@@ -27,7 +27,7 @@ class Reading:
     separator: str = ""
 
 
-DEFAULT = Reading()
+DEFAULT_READING = Reading()
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class Part:
     digest: bytes
 
 
+_NO_KEY = "no key "
+
+
 @dataclass(frozen=True)
 class BadRecord:
     """number: of the line, row or document in the file, from 1; 0: the file itself, or its one document."""
@@ -82,6 +85,8 @@ class BadRecord:
 
     def problem(self) -> Problem:
         fix = 'correct the file, or skip such records: --on-error skip, in a TOML data.on_error = "skip"'
+        if self.reason.startswith(_NO_KEY):
+            fix = f"name the text's key: --text-key, in a TOML a source's text_key; or {fix}"
         return Problem("", self.place, self.reason, "UTF-8 text, in .jsonl as one JSON object a line", fix)
 
 
@@ -209,7 +214,7 @@ def _value(line: bytes, key: str) -> str:
         raise _Bad(f"JSON that is {_kind(record)}, not an object")
     if key not in record:
         keys = ", ".join(repr(name[:40]) for name in list(record)[:5]) + (", …" if len(record) > 5 else "")
-        raise _Bad(f"no key {key!r} ({f'there are {keys}' if keys else 'the object is empty'})")
+        raise _Bad(f"{_NO_KEY}{key!r} ({f'there are {keys}' if keys else 'the object is empty'})")
     if not isinstance(record[key], str):
         raise _Bad(f"{_kind(record[key])} in {key!r}, not a string")
     return record[key]

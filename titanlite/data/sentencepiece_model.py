@@ -52,9 +52,9 @@ class SentencePieceTokenizer(Tokenizer):
         squeezes = self._first.normalize("a  b") == self._first.normalize("a b")
         later = model if squeezes else model + _NO_DUMMY_PREFIX
         self._later = sentencepiece.SentencePieceProcessor(model_proto=later)
-        mark = [self._first.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        has_bytes = all(map(self._first.is_byte, mark))
-        self._mark_ids = np.array(mark if has_bytes else [], dtype=np.int32)
+        mark_bytes = [self._first.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        has_bytes = all(map(self._first.is_byte, mark_bytes))
+        self._space_mark_ids = np.array(mark_bytes if has_bytes else [], dtype=np.int32)
         normalizes = self._later.normalize("\ufb01 a\t\u2165") != f"\ufb01{SPACE_MARK}a\t\u2165"
         self.exact = has_bytes and not squeezes and not normalizes
 

@@ -5,7 +5,6 @@ Documents come in the order of their files' relative POSIX paths, so that a corp
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import hashlib
 import importlib.metadata
@@ -22,34 +21,18 @@ from titanlite.data import formats
 from titanlite.data.cache import Memo, key_of
 from titanlite.data.formats import ALLOWED, suffix_of
 from titanlite.data.records import (
-    DEFAULT,
+    DEFAULT_READING,
     START,
     BadRecord,
     Chunk,
     Document,
     File,
-    Part,
     Position,
     Reading,
     documents,
 )
 from titanlite.data.streams import reading_of
-
-__all__ = [
-    "BadRecord",
-    "Chunk",
-    "Document",
-    "File",
-    "Part",
-    "Position",
-    "Reading",
-    "Text",
-    "check_embedded",
-    "documents",
-    "embedded_text",
-    "text_at",
-    "text_of_inputs",
-]
+from titanlite.files import expand
 
 EMBEDDED_VERSION = "1.14.0"
 EMBEDDED_FINGERPRINT = (
@@ -64,12 +47,17 @@ class Text:
 
     name: str
     files: tuple[File, ...]
-    reading: Reading = DEFAULT
+    reading: Reading = DEFAULT_READING
     ignored: tuple[str, ...] = ()
 
     def size(self) -> int:
         """Bytes of all files on the disk; standard input counts as none. Raises InputError."""
         return sum(_status(file).st_size for file in self.files if file.path)
+
+    @property
+    def is_stdin(self) -> bool:
+        """Whether standard input is in it, which can be read once only."""
+        return any(file.path is None for file in self.files)
 
     def chunks(self, start: Position = START) -> Iterator[Chunk]:
         """The text from `start` on: see formats.chunks. Raises InputError."""
@@ -98,7 +86,7 @@ class Text:
 
         It is remembered in the cache as long as the files do not change. Raises InputError, also for standard input.
         """
-        if any(file.path is None for file in self.files):
+        if self.is_stdin:
             fix = "write it into a file first"
             raise InputError(Problem("", "input", "standard input, which can be read only once", "files", fix))
         for file in self.files:
@@ -124,12 +112,12 @@ class Text:
         kinds = {file.suffix.split(".")[1] for file in self.files}
         if self.reading.separator and "txt" not in kinds:
             found.append(f"{self.name}: the separator {self.reading.separator!r} is for .txt files, and there are none")
-        if self.reading.text_key != DEFAULT.text_key and kinds == {"txt"}:
+        if self.reading.text_key != DEFAULT_READING.text_key and kinds == {"txt"}:
             found.append(f"{self.name}: text_key {self.reading.text_key!r} means nothing in .txt files")
         return found
 
     def _read_as(self) -> tuple[str, ...]:
-        return () if self.reading == DEFAULT else (self.reading.text_key, self.reading.separator)
+        return () if self.reading == DEFAULT_READING else (self.reading.text_key, self.reading.separator)
 
 
 def _status(file: File) -> os.stat_result:
@@ -188,7 +176,7 @@ def check_embedded(version: str, fingerprint: str, report: Callable[[str], None]
 # --- the user's own ---
 
 
-def text_at(path: str | Path, key: str, reading: Reading = DEFAULT) -> Text:
+def text_at(path: str | Path, key: str, reading: Reading = DEFAULT_READING) -> Text:
     """The corpus of a file, a folder (at any depth) or a glob (with ** for folders at any depth).
 
     Names that begin with a dot are left out, unless the path itself names them; links to files are followed, links to
@@ -211,7 +199,9 @@ def text_at(path: str | Path, key: str, reading: Reading = DEFAULT) -> Text:
             if os.path.islink(path):
                 why = "a link to what does not exist"
             raise InputError(Problem("", key, f"{shown}, {why}", _WHAT, "correct the path")) from None
-        root, matches = _glob(path, ignored)
+        root, matching = expand(path, lambda: ignored.add("links to folders"))
+        with reading_of(File(root, "")):
+            matches = set(matching)
         if not matches:
             raise InputError(Problem("", key, f"{shown}, which matches nothing", _WHAT, "correct the path")) from None
         found = {p for match in matches for p in (_files_in(match, ignored) if match.is_dir() else [match])}
@@ -228,7 +218,7 @@ def text_at(path: str | Path, key: str, reading: Reading = DEFAULT) -> Text:
     return _checked(Text(path, files, reading, tuple(sorted(ignored))), key)
 
 
-def text_of_inputs(paths: Sequence[str | Path], reading: Reading = DEFAULT, stdin_format: str = "") -> Text:
+def text_of_inputs(paths: Sequence[str | Path], reading: Reading = DEFAULT_READING, stdin_format: str = "") -> Text:
     """Several inputs as one corpus, in the order given; "-" is standard input, read as stdin_format, "txt" or "jsonl".
 
     Raises InputError, also for a file that is in two of the inputs.
@@ -313,38 +303,3 @@ def _files_in(root: Path, ignored: set[str]) -> Iterator[Path]:
             if any(os.path.islink(os.path.join(folder, name)) for name in subfolders):
                 ignored.add("links to folders")
             yield from (Path(folder, name) for name in names if not name.startswith("."))
-
-
-def _glob(pattern: str, ignored: set[str]) -> tuple[Path, set[Path]]:
-    """The folder that a pattern begins with, and what matches. Unlike glob.glob, it follows no links, so it ends."""
-    parts = Path(pattern).parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    with reading_of(File(root, "")):
-        return root, set(_matching(root, parts[fixed:], ignored))
-
-
-def _matching(folder: Path, parts: tuple[str, ...], ignored: set[str]) -> Iterator[Path]:
-    if not parts:
-        yield folder
-        return
-    part, rest = parts[0], parts[1:]
-    if not glob.has_magic(part):
-        if os.path.lexists(folder / part):
-            yield from _matching(folder / part, rest, ignored)
-        return
-    if not folder.is_dir():
-        return
-    if part == "**":
-        yield from _matching(folder, rest, ignored)
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith(".") and not part.startswith("."):
-            continue
-        is_folder = os.path.isdir(entry.path)
-        if is_folder and entry.is_symlink():
-            ignored.add("links to folders")
-        elif part == "**":
-            if is_folder:
-                yield from _matching(folder / entry.name, parts, ignored)
-        elif fnmatch.fnmatchcase(entry.name, part):
-            yield from _matching(folder / entry.name, rest, ignored)

@@ -52,7 +52,7 @@ class Tokenizer(ABC):
     special_pieces: tuple[str, ...]
     token_bytes: np.ndarray
     exact: bool
-    _mark_ids: np.ndarray  # int32: the bytes of U+2581; empty when it needs no care, or there is no such id
+    _space_mark_ids: np.ndarray  # int32: the bytes of U+2581; empty when it needs no care, or there is no such id
 
     def encode(self, text: str) -> np.ndarray:
         """Ids int32 [n]; neither BOS nor EOS is added. Raises ValueError for a lone surrogate, which is no text."""
@@ -85,7 +85,7 @@ class Tokenizer(ABC):
         found = []
         for plan in plans:
             ids = [
-                self._mark_ids if step is None else (start_ids if step[0] is starts else later_ids)[step[1]]
+                self._space_mark_ids if step is None else (start_ids if step[0] is starts else later_ids)[step[1]]
                 for step in plan
             ]
             found.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
@@ -105,7 +105,7 @@ class Tokenizer(ABC):
 
     def _parts(self, text: str) -> Iterator[str | None]:
         """What is encoded at once, first a str; None stands for one U+2581."""
-        segments = text.split(SPACE_MARK) if self._mark_ids.size else [text]
+        segments = text.split(SPACE_MARK) if self._space_mark_ids.size else [text]
         for i, segment in enumerate(segments):
             if i:
                 yield None

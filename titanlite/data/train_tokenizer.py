@@ -16,7 +16,8 @@ import sentencepiece
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import EMBEDDED_VOCAB_SIZE
 from titanlite.data.cache import Report, get_or_build, key_of
-from titanlite.data.text import BadRecord, Text, documents, embedded_text
+from titanlite.data.records import BadRecord, documents
+from titanlite.data.text import Text, embedded_text
 from titanlite.files import write_atomically
 
 SAMPLE_BYTES = {"bpe": 256 << 20, "unigram": 16 << 20}  # unigram takes ten times the time a byte, and more

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 
+from tests.unit.data.helpers import text_of
 from titanlite.config.schema import DataConfig, TokenizerConfig
+from titanlite.data import records
 from titanlite.data.prepare import PreparedData, prepare
-from titanlite.data.text import embedded_text
+from titanlite.data.text import Text, embedded_text
+from titanlite.data.tokenise import Recipe
 from titanlite.data.train_tokenizer import train_tokenizer
 
 
@@ -49,3 +54,63 @@ def text_folder(tmp_path: Path, embedded_documents: list[str]) -> Path:
         (folder / ("deep" if i % 2 else ".") / f"{i:02d}.txt").write_text(document, encoding="utf-8", newline="")
     (folder / "empty.txt").touch()
     return folder
+
+
+# --- a small build ---
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat,",
+    "über",
+    "12",
+    "dogs\n",
+    "def",
+    "self",
+    "x\n\u2581",
+    "(tree)",
+    "🎄",
+    "if",
+]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small corpora are many chunks, and worth other processes. Only where files are read, not in workers."""
+    monkeypatch.setattr(records, "CHUNK_BYTES", 1500)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A .jsonl of 60 documents and a .txt."""
+    rng = random.Random(0)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    with (folder / "a.jsonl").open("w") as file:
+        for _ in range(60):
+            file.write(json.dumps({"text": " ".join(rng.choices(WORDS, k=rng.randrange(80)))}) + "\n")
+    (folder / "b.txt").write_text(" ".join(rng.choices(WORDS, k=300)))
+    return folder
+
+
+@pytest.fixture
+def bad_corpus(corpus: Path) -> Path:
+    """The corpus with 12 records that are none."""
+    lines = (corpus / "a.jsonl").read_bytes().splitlines(keepends=True)
+    for i in range(3, 27, 2):
+        lines[i] = b"{}\n" if i % 4 == 1 else b'{"text": "\xff"}\n'
+    (corpus / "a.jsonl").write_bytes(b"".join(lines))
+    return corpus
+
+
+@pytest.fixture
+def text(corpus: Path, small_chunks: None) -> Text:
+    return text_of(corpus / "a.jsonl", corpus / "b.txt")
+
+
+@pytest.fixture
+def recipe(small_model: Path) -> Recipe:
+    return Recipe(small_model, bos_id=1, eos_id=2, validation_fraction=0.2, shard_tokens=1000)

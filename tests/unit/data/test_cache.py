@@ -176,5 +176,6 @@ def test_memo_without_a_writable_cache_only_forgets(tmp_path: Path):
 
 
 def test_data_preparation_imports_no_torch():
-    code = "import sys, titanlite.data.prepare, titanlite.data.order; sys.exit('torch' in sys.modules)"
+    code = "import sys, titanlite.commands.prepare, titanlite.data.phase, titanlite.data.huggingface; "
+    code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

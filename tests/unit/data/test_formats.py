@@ -562,7 +562,8 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 MEASURE = """
 import resource, sys
-from titanlite.data.text import Reading, documents, text_at
+from titanlite.data.records import Reading, documents
+from titanlite.data.text import text_at
 text = text_at(sys.argv[1], "input", Reading(separator=sys.argv[2]))
 if sys.argv[1].endswith("parquet"):
     import pyarrow.parquet

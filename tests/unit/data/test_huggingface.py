@@ -18,9 +18,11 @@ import sentencepiece
 
 from tests.unit.data.hard_text import HARD
 from titanlite.config.problems import InputError
+from titanlite.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from titanlite.data import huggingface
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.huggingface import HuggingFaceTokenizer
+from titanlite.data.prepare import prepare
 from titanlite.data.sentencepiece_model import SentencePieceTokenizer
 from titanlite.data.shards import token_dtype
 from titanlite.data.tokenizer import SPACE_MARK, load_tokenizer
@@ -339,6 +341,21 @@ def test_a_named_mark_is_special_even_if_the_file_does_not_say_so(tmp_path: Path
         ids = tokenizer.encode("a<|endoftext|>b")
         assert tokenizer.eos_id == 0 and 0 not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
         assert tokenizer.special_pieces == ("<|endoftext|>",) and tokenizer.exact and tokenizer.token_bytes[0] == 0
+
+
+def test_a_chosen_mark_counts_no_bytes_of_validation_though_the_file_calls_it_text(tmp_path: Path):
+    from titanlite.data.loader import ValidationData  # torch
+
+    spec = gpt2()
+    spec["added_tokens"][0]["special"] = False
+    folder = write(tmp_path / "tokenizer", spec)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 20)
+    source = SourceConfig(path=str(tmp_path / "a.txt"), validation_path=str(tmp_path / "a.txt"))
+    data = DataConfig(sources=(source,), cache_dir=str(tmp_path / "cache"), prepare_workers=1)
+    for eos_token, size in (("", len("<|endoftext|>")), ("<|endoftext|>", 0)):
+        config = TokenizerConfig(path=str(folder), add_eos=bool(eos_token), eos_token=eos_token)
+        prepared = prepare(data, config, 400, 8, report=lambda message: None, validation=True)
+        assert ValidationData(prepared, 8).token_bytes[0] == size
 
 
 def test_other_added_tokens_are_text(tmp_path: Path):

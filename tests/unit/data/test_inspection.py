@@ -9,30 +9,16 @@ from typing import cast
 import numpy as np
 import pytest
 
+from tests.unit.data.helpers import BOS, BYTES, CONTROL, EOS, UNK, Bytes, megatron, nanogpt
 from titanlite.config.problems import InputError
 from titanlite.data import inspection
 from titanlite.data.documents import document_starts
-from titanlite.data.foreign import open_tokens
 from titanlite.data.inspection import show, show_sample, stats
 from titanlite.data.order import SampleOrder
-from titanlite.data.prepare import PreparedSource
+from titanlite.data.prepare import PreparedData, PreparedSource
 from titanlite.data.shards import META, ShardWriter, TokenArray
 from titanlite.data.tokenizer import Tokenizer
-
-BOS, EOS, UNK, CONTROL = 256, 257, 258, 259
-
-
-class Bytes:
-    """A tokenizer of bytes, with marks: BOS 256, EOS 257, unknown 258, a control id 259."""
-
-    vocab_size, bos_id, eos_id, unk_id = 260, BOS, EOS, UNK
-    token_bytes = np.array([1] * 256 + [0] * 4)
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-
-BYTES = cast(Tokenizer, Bytes())
+from titanlite.data.tokens import open_tokens
 
 
 class OneMark(Bytes):
@@ -68,7 +54,7 @@ LENGTHS = [5, 1, 30, 2, 2, 11]
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 8, 1 << 20])
 @pytest.mark.parametrize(
     ("before", "after", "marks"),
-    [(BOS, EOS, 2), (BOS, -1, 1), (-1, EOS, 1), (EOS, EOS, 2), (EOS, -1, 1), (-1, EOS, 1)],
+    [(BOS, EOS, 2), (BOS, -1, 1), (-1, EOS, 1), (EOS, EOS, 2), (EOS, -1, 1)],
 )
 def test_documents_are_counted_across_blocks_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, before: int, after: int, marks: int
@@ -134,8 +120,6 @@ def test_with_a_tokenizer_ids_are_judged(tmp_path: Path):
 
 
 def test_negative_ids_are_outside(tmp_path: Path):
-    from tests.unit.data.test_foreign import megatron
-
     file = megatron(tmp_path / "x.bin", [1, -1, 2, EOS], [4], code=4)
     found = stats(file, BYTES).train
     assert (found.outside_vocabulary, found.distinct_ids, found.documents, found.recorded_documents) == (1, 3, 1, 1)
@@ -279,10 +263,10 @@ def test_nothing_that_acts_on_a_terminal_comes_through(tmp_path: Path):
     assert "⟨U+0000⟩" in shown and "⟨U+202E⟩" in shown and "⟨U+000D⟩" in shown
 
 
-@pytest.mark.parametrize(("window", "allowed"), [(3, "0 to 2"), (-1, "0 to 2")])
-def test_show_a_window_that_is_not_there(tmp_path: Path, window: int, allowed: str):
+@pytest.mark.parametrize("window", [3, -1])
+def test_show_a_window_that_is_not_there(tmp_path: Path, window: int):
     tokens = write(tmp_path, text("abcdefg"), 1, bos_id=-1, eos_id=EOS)
-    with pytest.raises(InputError, match=f"got window {window} of 2 tokens; allowed: {allowed}"):
+    with pytest.raises(InputError, match=f"got window {window} of 2 tokens; allowed: 0 to 2"):
         show(tokens, BYTES, window, 2)
     with pytest.raises(InputError, match="none is whole"):
         show(tokens, BYTES, 0, 7)
@@ -292,14 +276,26 @@ def test_show_a_sample_of_a_run(tmp_path: Path):
     sources = []
     for i in range(2):
         write(tmp_path / str(i), text("abcdefghi"[i:] * 3), 1, bos_id=-1, eos_id=EOS)
-        sources.append(PreparedSource(tmp_path / str(i), None, 1.0, ""))
+        sources.append(PreparedSource(f"path {i}", tmp_path / str(i), None, 1.0, ""))
+    prepared = PreparedData(BYTES, tuple(sources), (-1, EOS))
     windows = [open_tokens(source.train).windows(4) for source in sources]
     order = SampleOrder(windows, [1.0, 1.0], seed=1, epochs=2)
     for k in range(8):
         source, epoch, window = order.locate(k)
-        head, rest = show_sample(sources, order, k, BYTES, 4).split("\n", 1)
-        assert head == f"sample {k}: source {source} ({tmp_path / str(source)}), epoch {epoch}, window {window}"
+        head, rest = show_sample(prepared, order, k, 4).split("\n", 1)
+        assert head == f"sample {k}: source {source} (path {source}), epoch {epoch}, window {window}"
         assert rest == show(open_tokens(tmp_path / str(source)), BYTES, window, 4)
     assert order.length is not None
     with pytest.raises(InputError, match=f"got sample {order.length}; allowed: 0 to {order.length - 1}, as data.epo"):
-        show_sample(sources, order, order.length, BYTES, 4)
+        show_sample(prepared, order, order.length, 4)
+
+
+@pytest.mark.parametrize(("marks", "documents"), [((BOS, -1), 2), ((-1, EOS), 3), ((BOS, EOS), 4)])
+def test_a_sample_of_a_file_that_names_no_marks_is_shown_with_those_of_the_run(
+    tmp_path: Path, marks: tuple[int, int], documents: int
+):
+    file = nanogpt(tmp_path / "x.bin", [*text("ab"), EOS, *text("c"), EOS, *text("d"), BOS, *text("ef")])
+    prepared = PreparedData(BYTES, (PreparedSource("x.bin", file, None, 1.0, ""),), marks)
+    shown = show_sample(prepared, SampleOrder([1], [1.0], seed=1), 0, 8)
+    assert f"labels one further, {documents} documents" in shown
+    assert shown.count("--- document ---") == documents

@@ -8,14 +8,15 @@ import sys
 import textwrap
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.data.helpers import BYTES
 from titanlite.config.problems import InputError
-from titanlite.config.schema import DataConfig
 from titanlite.data.loader import (
     IGNORED,
     Batch,
@@ -24,9 +25,9 @@ from titanlite.data.loader import (
     build_train_loader,
 )
 from titanlite.data.order import SampleOrder
+from titanlite.data.phase import first_phase
 from titanlite.data.prepare import PreparedData, PreparedSource
 from titanlite.data.shards import ShardWriter, TokenShards
-from titanlite.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 8
 WINDOWS = (70, 30, 13)
@@ -42,13 +43,13 @@ def write(folder: Path, first: int, windows: int) -> Path:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, small_model: Path) -> PreparedData:
+def prepared(tmp_path: Path) -> PreparedData:
     sources = []
     for i, (windows, weight) in enumerate(zip(WINDOWS, WEIGHTS, strict=True)):
         train = write(tmp_path / str(i) / "train", 10_000 * i, windows)
         validation = write(tmp_path / str(i) / "validation", 10_000 * i + 5000, i) if i else None
-        sources.append(PreparedSource(train, validation, weight, TokenShards(train).fingerprint))
-    return PreparedData(small_model, "t" * 64, tuple(sources))
+        sources.append(PreparedSource(str(i), train, validation, weight, TokenShards(train).fingerprint))
+    return PreparedData(BYTES, tuple(sources), (-1, -1))
 
 
 def build(
@@ -65,14 +66,14 @@ def build(
 ) -> TrainLoader:
     return build_train_loader(
         prepared,
-        DataConfig(epochs=epochs, num_workers=num_workers),
+        first_phase(prepared, seq_len=SEQ_LEN, seed=seed).order(epochs),
         seq_len=SEQ_LEN,
-        seed=seed,
         global_batch_size=batch,
         data_rank=rank,
         data_size=world_size,
         local_batch_size=local or batch // world_size,
         start_sample=start,
+        num_workers=num_workers,
         pin_memory=False,
     )
 
@@ -185,11 +186,17 @@ def test_close_ends_the_workers_at_any_time(prepared: PreparedData, steps: int):
 def test_a_process_that_fails_without_close_still_ends(prepared: PreparedData):
     code = f"""
         import signal
-        from tests.unit.data.test_loader import *
+        from titanlite.data.loader import TrainLoader
+        from titanlite.data.order import SampleOrder
+        from titanlite.data.tokens import open_tokens
+
         if __name__ == "__main__":
             signal.signal(signal.SIGTERM, lambda *_: None)  # as a trainer that saves first
-            sources = tuple(PreparedSource(Path(p), None, 1.0, "") for p in {[str(s.train) for s in prepared.sources]})
-            loader = build(PreparedData(Path(), "", sources), num_workers=2)
+            shards = [open_tokens(path) for path in {[str(source.train) for source in prepared.sources]}]
+            loader = TrainLoader(
+                shards, SampleOrder({WINDOWS}, {WEIGHTS}, 1), seq_len={SEQ_LEN}, global_batch_size=12, data_rank=0,
+                data_size=1, local_batch_size=12, start_sample=0, num_workers=2, pin_memory=False,
+            )
             next(loader)
             raise RuntimeError("the run fails here")
     """
@@ -239,7 +246,7 @@ def test_validation_is_the_same_whatever_the_layout(prepared: PreparedData, worl
 def test_validation_without_a_whole_sample_is_refused(prepared: PreparedData):
     with pytest.raises(InputError, match="no whole held-out sample"):
         ValidationData(prepared, 100)
-    none = PreparedData(prepared.tokenizer_path, "t" * 64, prepared.sources[:1])
+    none = replace(prepared, sources=prepared.sources[:1])
     with pytest.raises(InputError, match="no whole held-out sample"):
         ValidationData(none, SEQ_LEN)
 
@@ -248,14 +255,14 @@ def test_embedded_text_is_fed_fast_enough(embedded: PreparedData):
     """llama_debug eats about 10 000 tokens a second; ten times that must not be felt."""
     loader = build_train_loader(
         embedded,
-        DataConfig(),
+        first_phase(embedded, seq_len=256, seed=1).order(),
         seq_len=256,
-        seed=1,
         global_batch_size=8,
         data_rank=0,
         data_size=1,
         local_batch_size=8,
         start_sample=0,
+        num_workers=0,
         pin_memory=False,
     )
     next(loader)
@@ -267,9 +274,8 @@ def test_embedded_text_is_fed_fast_enough(embedded: PreparedData):
 def test_embedded_samples_read_as_text(embedded: PreparedData, embedded_documents: list[str]):
     validation = ValidationData(embedded, 256, 4)
     assert validation.token_bytes.shape == (4096,) and validation.token_bytes.dtype == torch.int64
-    tokenizer = load_tokenizer(embedded.tokenizer_path)
     (batch,) = validation.batches(0, 1, 4)
     labels = batch["labels"]
-    text = tokenizer.decode(labels.flatten().numpy())
+    text = embedded.tokenizer.decode(labels.flatten().numpy())
     assert int(validation.token_bytes[labels].sum()) == len(text.encode())
     assert any(text[:200] in document for document in embedded_documents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.config.schema import DataConfig
+from tests.unit.data.helpers import BYTES
 from titanlite.data.loader import IGNORED, Batch, TrainLoader, ValidationData, build_train_loader
+from titanlite.data.phase import first_phase
 from titanlite.data.prepare import PreparedData, PreparedSource
 from titanlite.data.shards import ShardWriter
 
@@ -19,28 +21,27 @@ BOS, EOS = 1, 2
 DOCUMENTS = [[11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32], [41], [51, 52], [61, 62, 63, 64]]
 
 
-def prepare(folder: Path, tokens: list[int], tokenizer: Path) -> PreparedData:
+def prepare(folder: Path, tokens: list[int], marks: tuple[int, int], document_mask: bool = True) -> PreparedData:
     for part in ("train", "validation"):
         writer = ShardWriter(folder / part, dtype="uint16", tokenizer="t" * 64)
         writer.write(np.array(tokens), documents=1, text_bytes=1)
         writer.close()
-    source = PreparedSource(folder / "train", folder / "validation", 1.0, "f" * 64)
-    return PreparedData(tokenizer, "t" * 64, (source,))
+    source = PreparedSource("text", folder / "train", folder / "validation", 1.0, "f" * 64)
+    return PreparedData(BYTES, (source,), marks, document_mask)
 
 
-def build(prepared: PreparedData, marks: tuple[int, int] | None, num_workers: int = 0) -> TrainLoader:
+def build(prepared: PreparedData, num_workers: int = 0) -> TrainLoader:
     return build_train_loader(
         prepared,
-        DataConfig(num_workers=num_workers, epochs=1),
+        first_phase(prepared, seq_len=SEQ_LEN, seed=1).order(epochs=1),
         seq_len=SEQ_LEN,
-        seed=1,
         global_batch_size=3,
         data_rank=0,
         data_size=1,
         local_batch_size=1,
         start_sample=0,
+        num_workers=num_workers,
         pin_memory=False,
-        document_marks=marks,
     )
 
 
@@ -91,7 +92,7 @@ def stream(case: str) -> list[int]:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_documents_of_training_batches(case: str, num_workers: int, tmp_path: Path):
     marks, rows, documents = CASES[case]
-    loader = build(prepare(tmp_path, stream(case), tmp_path), marks, num_workers)
+    loader = build(prepare(tmp_path, stream(case), marks), num_workers)
     steps = list(loader)
     found = by_tokens([batch for step in steps for batch in step])
     wanted = dict(zip(map(tuple, rows), documents, strict=True))
@@ -102,9 +103,9 @@ def test_documents_of_training_batches(case: str, num_workers: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_documents_of_validation_batches(case: str, tmp_path: Path, small_model: Path):
+def test_documents_of_validation_batches(case: str, tmp_path: Path):
     marks, rows, documents = CASES[case]
-    validation = ValidationData(prepare(tmp_path, stream(case), small_model), SEQ_LEN, 0, marks)
+    validation = ValidationData(prepare(tmp_path, stream(case), marks), SEQ_LEN)
     batches = list(validation.batches(0, 1, 4))
     found = by_tokens(batches)
     assert [found[tuple(row)] for row in rows] == documents
@@ -113,9 +114,9 @@ def test_documents_of_validation_batches(case: str, tmp_path: Path, small_model:
     assert torch.all(batch["labels"][3] == IGNORED), "a row of padding has documents like any other"
 
 
-def test_labels_and_tokens_stay_as_they_are_and_no_mask_means_no_key(tmp_path: Path, small_model: Path):
-    prepared = prepare(tmp_path, stream("both"), small_model)
-    plain, masked = (list(build(prepared, marks)) for marks in (None, (BOS, EOS)))
+def test_labels_and_tokens_stay_as_they_are_and_no_mask_means_no_key(tmp_path: Path):
+    prepared = prepare(tmp_path, stream("both"), (BOS, EOS), document_mask=False)
+    plain, masked = list(build(prepared)), list(build(replace(prepared, document_mask=True)))
     for one, other in zip(plain, masked, strict=True):
         for a, b in zip(one, other, strict=True):
             assert set(a) == {"tokens", "labels", "sample_ids"} and set(b) == {*a, "documents"}

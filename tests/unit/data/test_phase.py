@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.data.helpers import BYTES
 from titanlite.data.order import BLOCK, Phase, SampleOrder, block_quotas
 from titanlite.data.phase import RunData, SourceState, first_phase, resume
 from titanlite.data.prepare import PreparedData, PreparedSource
@@ -77,11 +78,13 @@ def test_first_phase_is_read_off_the_prepared_sources(tmp_path: Path):
         writer = ShardWriter(tmp_path / name, dtype="uint16", tokenizer="t" * 64)
         writer.write(np.arange(tokens), documents=1, text_bytes=1)
         writer.close()
-        sources.append(PreparedSource(tmp_path / name, None, 0.5, TokenShards(tmp_path / name).fingerprint))
-    data = first_phase(PreparedData(Path(), "t" * 64, tuple(sources)), ["x/a", "x/b"], seq_len=8, seed=4)
+        sources.append(
+            PreparedSource(f"x/{name}", tmp_path / name, None, 0.5, TokenShards(tmp_path / name).fingerprint)
+        )
+    data = first_phase(PreparedData(BYTES, tuple(sources), (-1, -1)), seq_len=8, seed=4)
     a, b = (source.fingerprint for source in sources)
     states = (SourceState("x/a", a, 5, 512, 0, 0), SourceState("x/b", b, 1, 512, 1, 0))
-    assert data == RunData(0, states, (), "t" * 64, 8, 4)
+    assert data == RunData(0, states, (), BYTES.fingerprint, 8, 4)
 
 
 def test_a_record_survives_json():

@@ -9,57 +9,40 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from titanlite.config.problems import InputError, Problem
+from tests.unit.data.helpers import divider, session
+from titanlite.config.problems import InputError
 from titanlite.data import pool as pool_module
 from titanlite.data.pool import Pool
 
 
-def make(base: int) -> Callable[[Any], Any]:
-    if base < 0:
-        raise InputError(Problem("here", "base", "a negative one", "others"))
-
-    def work(item: Any) -> Any:
-        if item == "pid":
-            return os.getpid()
-        if item == "die":
-            os._exit(3)
-        if item == "sleep":
-            time.sleep(60)
-        return base / item
-
-    return work
-
-
 def test_answers_are_those_of_their_items():
-    with Pool(2, make, 12) as pool:
+    with Pool(2, divider, 12) as pool:
         futures = [pool.submit(i) for i in (1, 2, 3, 4, 6)]
         assert [future.result() for future in futures] == [12, 6, 4, 3, 2]
 
 
 def test_errors_arrive_and_the_worker_goes_on():
-    with Pool(1, make, 12) as pool:
+    with Pool(1, divider, 12) as pool:
         with pytest.raises(RuntimeError, match=r"(?s)in a worker process:.*ZeroDivisionError"):
             pool.submit(0).result()
         assert pool.submit(3).result() == 4
-    with Pool(1, make, -1) as pool, pytest.raises(InputError, match="here: base: got a negative one") as caught:
+    with Pool(1, divider, -1) as pool, pytest.raises(InputError, match="here: base: got a negative one") as caught:
         pool.submit(1).result()
     assert len(caught.value.problems) == 1
 
 
 def test_a_worker_that_ends_is_one_clear_error_for_all_that_ask_it():
-    with Pool(1, make, 12) as pool:
+    with Pool(1, divider, 12) as pool:
         futures = [pool.submit(item) for item in ("die", 1, 2)]
         for future in futures:
             with pytest.raises(InputError, match="worker processes: got one that ended with exit code 3"):
                 future.result(timeout=30)
-    with Pool(1, make, 12) as pool:
+    with Pool(1, divider, 12) as pool:
         os.kill(pool.submit("pid").result(), signal.SIGKILL)
         with pytest.raises(InputError, match=r"signal 9, as systems do when memory runs out(?s:.*)fix: fewer workers"):
             pool.submit(1).result(timeout=30)
@@ -71,7 +54,7 @@ def half_a_message(connection: Connection, _: bytes = b"") -> None:
 
 def test_a_worker_that_ends_in_its_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "_work", half_a_message)
-    with Pool(1, make, 12) as pool, pytest.raises(InputError, match="ended with exit code 0"):
+    with Pool(1, divider, 12) as pool, pytest.raises(InputError, match="ended with exit code 0"):
         pool.submit(1).result(timeout=30)
 
 
@@ -89,7 +72,7 @@ def test_a_parent_that_ends_in_its_question(capfd: pytest.CaptureFixture[str]):
 
 
 def test_workers_do_not_heed_an_interrupt():
-    with Pool(1, make, 12) as pool:
+    with Pool(1, divider, 12) as pool:
         os.kill(pool.submit("pid").result(), signal.SIGINT)
         time.sleep(0.1)
         assert pool.submit(3).result() == 4
@@ -98,7 +81,7 @@ def test_workers_do_not_heed_an_interrupt():
 
 def test_the_end_does_not_wait_for_work():
     started = time.monotonic()
-    with Pool(1, make, 12) as pool:
+    with Pool(1, divider, 12) as pool:
         pool.submit(1).result()
         pool.submit("sleep")
         time.sleep(0.1)
@@ -108,10 +91,11 @@ def test_the_end_does_not_wait_for_work():
 
 PARENT = """
 import sys
-from tests.unit.data.test_pool import Pool, make
+from tests.unit.data.helpers import divider
+from titanlite.data.pool import Pool
 
 if __name__ == "__main__":
-    pool = Pool(2, make, 12)
+    pool = Pool(2, divider, 12)
     print(pool.submit("pid").result(), flush=True)
     if sys.argv[1] == "sleep":
         pool.submit("sleep"), pool.submit("sleep")
@@ -142,17 +126,3 @@ def test_no_worker_outlives_its_killed_parent(tmp_path: Path, what: str):
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.02)
     assert parent.stderr and b"Traceback" not in parent.stderr.read()
-
-
-def session(number: int) -> list[int]:
-    """The processes of a session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            except OSError:
-                continue
-            if int(of) == number and state != "Z":
-                found.append(int(entry.name))
-    return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ import pytest
 
 from titanlite.config.problems import InputError
 from titanlite.config.schema import DataConfig, SourceConfig, TokenizerConfig
-from titanlite.data import build as build_module
 from titanlite.data import prepare as prepare_module
 from titanlite.data import records as records_module
 from titanlite.data import text as text_module
+from titanlite.data import tokenise as tokenise_module
 from titanlite.data import train_tokenizer as train_module
+from titanlite.data.build import build
 from titanlite.data.prepare import PreparedData, prepare
+from titanlite.data.records import Chunk
 from titanlite.data.shards import TokenShards
-from titanlite.data.text import EMBEDDED_FINGERPRINT, Chunk, check_embedded, embedded_text
+from titanlite.data.text import EMBEDDED_FINGERPRINT, check_embedded, embedded_text
+from titanlite.data.tokenise import Tokenise, Tokenised
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 Prepare = Callable[..., PreparedData]
@@ -94,9 +99,8 @@ def test_embedded_preparation_is_whole(embedded: PreparedData):
     assert train.meta["bytes"] + validation.meta["bytes"] == 16_612_271
     assert train.meta["documents"] + validation.meta["documents"] == 839  # 15 files are empty
     assert 0.005 < validation.n_tokens / train.n_tokens < 0.02
-    assert (
-        train.meta["tokenizer"] == embedded.tokenizer_fingerprint == load_tokenizer(embedded.tokenizer_path).fingerprint
-    )
+    assert train.meta["tokenizer"] == embedded.tokenizer.fingerprint
+    assert load_tokenizer(embedded.tokenizer.path).fingerprint == embedded.tokenizer.fingerprint
     assert source.fingerprint == train.fingerprint
 
 
@@ -138,7 +142,7 @@ def test_a_text_file_is_one_document_and_its_name_does_not_matter(run: Prepare, 
     assert documents_of(source.train, load_tokenizer(small_model)) == [path.read_bytes().decode()]
     messages: list[str] = []
     (renamed,) = run(path.rename(text_folder / "other.TXT"), report=messages.append).sources
-    assert renamed == source and not messages
+    assert replace(renamed, path=source.path) == source and not messages
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -162,7 +166,7 @@ def test_large_vocabularies_are_written_as_uint32(
 ):
     narrow = run(text_folder).sources[0]
     shutil.rmtree(text_folder.parent / "cache")
-    monkeypatch.setattr(build_module, "token_dtype", lambda vocab_size: "uint32")
+    monkeypatch.setattr(tokenise_module, "token_dtype", lambda vocab_size: "uint32")
     wide = run(text_folder).sources[0]
     assert TokenShards(wide.train).meta["dtype"] == "uint32"
     assert tokens_of(wide.train) == tokens_of(narrow.train)
@@ -170,18 +174,18 @@ def test_large_vocabularies_are_written_as_uint32(
 
 def test_the_second_time_nothing_is_done(run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch):
     messages: list[str] = []
-    first = run(text_folder, fraction=0.3, report=messages.append)
+    first = run(text_folder, fraction=0.3, report=messages.append).sources
     assert any("tokenised" in message and "held out" in message for message in messages)
     monkeypatch.setattr(prepare_module, "build", lambda *args, **named: pytest.fail("tokenised again"))
     messages.clear()
-    assert run(text_folder, fraction=0.3, report=messages.append) == first
+    assert run(text_folder, fraction=0.3, report=messages.append).sources == first
     assert messages == []
 
 
 def test_whatever_changes_the_tokens_is_in_the_key(run: Prepare, text_folder: Path, embedded: PreparedData):
     places = [run(text_folder).sources[0].train, run(text_folder, bos=True).sources[0].train]
     places += [run(text_folder, eos=False).sources[0].train, run(text_folder, fraction=0.3).sources[0].train]
-    places.append(run(text_folder, model=embedded.tokenizer_path, vocab_size=4096).sources[0].train)
+    places.append(run(text_folder, model=embedded.tokenizer.path, vocab_size=4096).sources[0].train)
     path = text_folder / "00.txt"
     path.write_bytes(path.read_bytes()[::-1])  # of the same size
     places.append(run(text_folder).sources[0].train)
@@ -251,7 +255,7 @@ def test_shards_of_another_tokenizer_are_refused(
 ):
     shutil.copytree(run(text_folder).sources[0].train, tmp_path / "mine")
     with pytest.raises(InputError, match=r"data\.sources\.0\.path: got .*made with another tokenizer"):
-        run(tmp_path / "mine", model=embedded.tokenizer_path, vocab_size=4096)
+        run(tmp_path / "mine", model=embedded.tokenizer.path, vocab_size=4096)
 
 
 def test_text_that_is_too_short_is_refused(run: Prepare, text_folder: Path, tmp_path: Path):
@@ -299,10 +303,10 @@ def test_progress_on_a_terminal_is_a_bar(
     run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(build_module.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     messages: list[str] = []
     run(text_folder, report=messages.append)
-    assert [message.split()[0] for message in messages] == ["tokenising", "tokenised"]
+    assert [message.split()[0] for message in messages] == ["tokenising", "tokenised", "the"]
     drawn = capsys.readouterr().err
     assert ("tokenising" in drawn and "100%" in drawn) if terminal else drawn == ""  # the bar is told of every byte
 
@@ -358,13 +362,13 @@ def test_ids_that_do_not_fit_the_model_or_are_missing_are_refused(
 def test_text_that_changes_while_it_is_read_is_not_kept(
     run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    tokenise = build_module.Tokenise.__call__
+    tokenise = Tokenise.__call__
 
-    def changing(self: build_module.Tokenise, chunk: Chunk) -> build_module.Result:
+    def changing(self: Tokenise, chunk: Chunk) -> Tokenised:
         (text_folder / "00.txt").write_text("another text")
         return tokenise(self, chunk)
 
-    monkeypatch.setattr(build_module.Tokenise, "__call__", changing)
+    monkeypatch.setattr(Tokenise, "__call__", changing)
     with pytest.raises(InputError, match="files that changed while they were read"):
         run(text_folder)
     assert not list((text_folder.parent / "cache" / "tokens").rglob("meta.json"))
@@ -378,21 +382,21 @@ def test_a_cache_that_cannot_be_written(run: Prepare, text_folder: Path, tmp_pat
 
 def test_an_interrupted_preparation_goes_on(run: Prepare, text_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records_module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(build_module, "_FEW_CHUNKS", 1000)  # all in this process
-    defaults = build_module.build.__kwdefaults__
+    monkeypatch.setattr(tokenise_module, "_FEW_CHUNKS", 1000)  # all in this process
+    defaults = build.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "journal_seconds", 0.0)
     (whole,) = run(text_folder, fraction=0.3).sources
     expected = {part: (whole.train.parent / part / "00000.bin").read_bytes() for part in ("train", "validation")}
     shutil.rmtree(text_folder.parent / "cache" / "tokens")
-    tokenise, calls = build_module.Tokenise.__call__, itertools.count()
+    tokenise, calls = Tokenise.__call__, itertools.count()
 
-    def interrupted(self: build_module.Tokenise, chunk: Chunk) -> build_module.Result:
+    def interrupted(self: Tokenise, chunk: Chunk) -> Tokenised:
         if next(calls) == 5:
             raise KeyboardInterrupt
         return tokenise(self, chunk)
 
-    monkeypatch.setattr(build_module.Tokenise, "__call__", interrupted)
+    monkeypatch.setattr(Tokenise, "__call__", interrupted)
     messages: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run(text_folder, fraction=0.3)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from titanlite.config.schema import DataConfig
+from tests.unit.data.helpers import BYTES
 from titanlite.data.loader import TrainLoader, build_train_loader
 from titanlite.data.order import BLOCK
 from titanlite.data.phase import RunData, first_phase, resume
@@ -50,29 +49,30 @@ class Run:
     def go(self, weights: dict[str, float], steps: int, batch: int, world_size: int, *, epochs: int = 0) -> None:
         """Up to `steps` more steps; what the ranks got, put together, goes to self.samples."""
         sources = [
-            PreparedSource(self.folder / name, None, weight, TokenShards(self.folder / name).fingerprint)
+            PreparedSource(name, self.folder / name, None, weight, TokenShards(self.folder / name).fingerprint)
             for name, weight in weights.items()
         ]
-        prepared = PreparedData(self.folder, "t" * 64, tuple(sources))
+        prepared = PreparedData(BYTES, tuple(sources), (-1, -1))
         start = len(self.samples)
-        data = first_phase(prepared, list(weights), seq_len=SEQ_LEN, seed=SEED)
+        data = first_phase(prepared, seq_len=SEQ_LEN, seed=SEED)
         if self.data is not None:
             state = {"samples": start, "data_fingerprint": self.data.fingerprint, "data": self.data.record()}
             data, _ = resume(state, data)
         self.data = data
         self.world_sizes.add(world_size)
         share = batch // world_size
-        common: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": SEED, "global_batch_size": batch, "pin_memory": False}
         loaders = [
             build_train_loader(
                 prepared,
-                DataConfig(epochs=epochs, num_workers=self.num_workers),
+                data.order(epochs),
+                seq_len=SEQ_LEN,
+                global_batch_size=batch,
                 data_rank=rank,
                 data_size=world_size,
                 local_batch_size=next(n for n in (3, 2, 1) if share % n == 0),
                 start_sample=start,
-                phase=data.phase,
-                **common,
+                num_workers=self.num_workers,
+                pin_memory=False,
             )
             for rank in range(world_size)
         ]

@@ -12,7 +12,8 @@ import pytest
 
 from titanlite.config.problems import InputError
 from titanlite.data import text as text_module
-from titanlite.data.text import EMBEDDED_FINGERPRINT, File, Reading, Text, embedded_text, text_at, text_of_inputs
+from titanlite.data.records import File, Reading
+from titanlite.data.text import EMBEDDED_FINGERPRINT, Text, embedded_text, text_at, text_of_inputs
 
 NOWHERE = Path("/nonexistent")  # a cache that cannot be written
 

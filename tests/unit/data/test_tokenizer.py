@@ -25,7 +25,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer(embedded: PreparedData) -> Tokenizer:
-    return load_tokenizer(embedded.tokenizer_path)
+    return embedded.tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +89,7 @@ def test_a_long_document_gives_the_ids_of_the_whole(
     tokenizer: Tokenizer, embedded_documents: list[str], embedded: PreparedData, monkeypatch: pytest.MonkeyPatch
 ):
     text = max(embedded_documents, key=len)[:100_000]
-    plain = sentencepiece.SentencePieceProcessor(model_proto=embedded.tokenizer_path.read_bytes())
+    plain = sentencepiece.SentencePieceProcessor(model_proto=embedded.tokenizer.path.read_bytes())
     whole = np.array(plain.encode(text))
     monkeypatch.setattr(tokenizer_module, "PART_CHARS", 10_000)
     monkeypatch.setattr(sentencepiece_model, "_GROUP", 3)

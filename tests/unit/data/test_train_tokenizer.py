@@ -14,7 +14,8 @@ import sentencepiece
 from tests.unit.data.hard_text import HARD
 from titanlite.config.problems import InputError
 from titanlite.data import train_tokenizer as training
-from titanlite.data.text import EMBEDDED_VERSION, Reading, Text, embedded_text, text_at
+from titanlite.data.records import Reading
+from titanlite.data.text import EMBEDDED_VERSION, Text, embedded_text, text_at
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.train_tokenizer import train_embedded_tokenizer, train_from_text, train_tokenizer
 
