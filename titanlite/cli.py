@@ -28,6 +28,12 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
+        elif hasattr(stream, "reconfigure"):  # in a locale without Unicode, texts are still shown
+            stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments else ""
     if name in ("--help", "-h", "help"):

@@ -17,6 +17,7 @@ from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_batch
 from titanlite.config.load import dump
+from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch, ValidationData, build_train_loader
 from titanlite.data.phase import first_phase, resume
@@ -227,6 +228,11 @@ class Trainer:
             num_workers=self.config.data.num_workers,
             pin_memory=ranks.device.type == "cuda",
         )
+        if self.loader.steps_left == 0 and self.state.step == 0:
+            epochs, batch = self.config.data.epochs, training.global_batch_size
+            got = f"{epochs}, in which there is not one step of {batch} samples"
+            fix = "raise it, take more text, or lower training.global_batch_size"
+            raise InputError(Problem("", "data.epochs", got, "enough epochs for a step, or 0 for no limit", fix))
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,57 @@ def test_the_folder_is_whole_and_a_second_time_nothing_is_done(texts: Path, toke
     done = run(PREPARE, "texts", "--tokenizer", "my.model", "--output", "tokens", cwd=texts.parent)
     assert done.returncode == 0 and "nothing to do" in done.stderr
     assert before == {path: path.stat().st_mtime_ns for path in tokens.rglob("*")}
+
+
+def test_a_second_time_damage_is_found(texts: Path, tokens: Path, tmp_path: Path) -> None:
+    shutil.copytree(tokens, tmp_path / "tokens")
+    damage(tmp_path / "tokens", "flipped")
+    done = run(PREPARE, "texts", "--tokenizer", "my.model", "--output", str(tmp_path / "tokens"), cwd=texts.parent)
+    assert_refused(done, "00000.bin", "contents with sha256")
+    (tmp_path / "tokens" / "train" / "meta.json").unlink()
+    assert_refused(run(PREPARE, "--stats", "tokens", cwd=tmp_path), "finished, without train/meta.json", "damaged")
+
+
+def test_how_an_input_is_spelled_does_not_matter(texts: Path, tokens: Path) -> None:
+    for spelling in ("texts/", "./texts", str(texts)):
+        done = run(PREPARE, spelling, "--tokenizer", "my.model", "--output", "tokens", cwd=texts.parent)
+        assert done.returncode == 0 and "nothing to do" in done.stderr, done.stderr
+
+
+def test_what_is_shown_where_there_is_no_unicode_or_no_stderr(texts: Path, tokens: Path, tmp_path: Path) -> None:
+    assert run(PREPARE, "--show", "1", str(tokens), PYTHONIOENCODING="ascii").returncode == 0
+    shell = f"{shlex.join(PREPARE)} texts/00.txt --tokenizer my.model --output {tmp_path / 'out'} 2>&-"
+    assert subprocess.run(shell, shell=True, cwd=texts.parent, env=environment(), check=False).returncode == 0
+
+
+def test_all_held_out_is_said(texts: Path, tmp_path: Path) -> None:
+    almost_all = ["--validation-fraction", "0.99999999999"]
+    done = run(
+        PREPARE,
+        "texts/00.txt",
+        "--tokenizer",
+        "my.model",
+        "--output",
+        str(tmp_path / "out"),
+        *almost_all,
+        cwd=texts.parent,
+    )
+    assert done.returncode == 0 and "none is left to train on" in done.stderr and "run_train" not in done.stderr
+
+
+def test_shards_named_as_files_are_refused(tokens: Path, tmp_path: Path) -> None:
+    """Read as nanoGPT's they would be of no checked tokenizer, and uint32 ones two ids each."""
+    sources = f"--data.sources=[{{ path = '{tokens}/train/*.bin' }}]"
+    done = run((*TITANLITE, "train"), "--config", str(write_config(tmp_path)), sources, cwd=tmp_path)
+    assert_refused(done, "data.sources.0.path", f"name their folder, '{tokens}/train'")
+
+
+def test_a_run_without_one_step_of_data_is_refused(tokens: Path, tmp_path: Path) -> None:
+    words = [f"--data.sources=[{{ path = '{tokens}' }}]", f"--tokenizer.path={tokens / 'tokenizer.model'}"]
+    words += ["--data.epochs=1", "--training.global_batch_size=65536", "--training.local_batch_size=1", "--nproc=1"]
+    done = run((*TITANLITE, "train"), "--config", str(write_config(tmp_path)), *words, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "data.epochs: got 1, in which there is not one step of 65536 samples" in done.stderr + done.stdout
 
 
 def test_stats(tokens: Path) -> None:
@@ -155,7 +207,17 @@ WRONG = {
     "window beyond the end": (["--show", "99999", "tokens"], ["99999"]),
     "show of text": (["--show", "0", "texts"], ["texts", "prepared tokens"]),
     "too large a vocabulary": (["texts", "--train-tokenizer", "x.model", "--vocab-size", "99999"], ["at most"]),
-    "folder of something else": (["texts", "--tokenizer", "my.model", "--output", "texts"], ["other files"]),
+    "output inside an input": (["texts", "--tokenizer", "my.model", "--output", "texts/out"], ["inside the input"]),
+    "more pieces than an integer holds": (
+        ["texts", "--train-tokenizer", "x", "--vocab-size", "999999999999"],
+        ["from 1"],
+    ),
+    "stats of nothing": (["--stats", "nowhere"], ["which does not exist"]),
+    "another tokenizer than that of the shards": (
+        ["--show", "0", "tokens", "--tokenizer", "embedded"],
+        ["--tokenizer", "another tokenizer made"],
+    ),
+    "folder of something else": (["texts/00.txt", "--tokenizer", "my.model", "--output", "texts"], ["other files"]),
     "unknown config": (["--config", "llama_debu"], ["llama_debug"]),
     "wrong key of a config": (["--config", "llama_debug", "--data.epoch", "1"], ["data.epochs"]),
 }

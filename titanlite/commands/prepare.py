@@ -99,7 +99,7 @@ def make_parser(with_inputs: bool = True) -> Parser:
     tokens.add_argument("--workers", metavar="N", type=_integer(1), help="processes; default: one a core")
 
     other = parser.add_argument_group("for --train-tokenizer and --show")
-    other.add_argument("--vocab-size", metavar="N", type=_integer(1), help="pieces of the new tokenizer")
+    other.add_argument("--vocab-size", metavar="N", type=_integer(1, 1 << 24), help="pieces of the new tokenizer")
     other.add_argument("--model-type", choices=("bpe", "unigram"), help="of the new tokenizer; default: bpe")
     other.add_argument("--seq-len", metavar="S", type=_integer(1), help="tokens of a window; default: 256")
     return parser
@@ -155,17 +155,31 @@ def _prepare(options: argparse.Namespace, _: Sequence[str]) -> int:
         bos_token=config.bos_token,
         eos_token=config.eos_token,
     )
+    _check_output(folder, options.inputs)
     built = build(folder, text, recipe, workers=options.workers, report=say)
     if built.empty:
         got, fix = f"{text.name}: no document with text in it", "name files that have some"
         raise InputError(Problem(COMMAND_LINE, "input", got, "text", fix))
     if not built.new:
-        say(f"nothing to do: {folder} holds these tokens already")
+        for part in filter(None, (built.train, built.validation)):
+            open_tokens(part).verify()
+        say(f"nothing to do: {folder} holds these tokens already, and their checksums are right")
     copied = _copy_tokenizer(tokenizer, folder)
     if options.json:
         _print_json(inspection.stats(folder, tokenizer, verify=False).as_dict())
-    say(f"to train on it: {_train_command(folder, copied, tokenizer, config)}")
+    if built.train_tokens:
+        say(f"to train on it: {_train_command(folder, copied, tokenizer, config)}")
+    else:
+        say("warning: every document is held out, none is left to train on; choose a smaller --validation-fraction")
     return EXIT_DONE
+
+
+def _check_output(folder: Path, inputs: Sequence[str]) -> None:
+    """What is written must not be found by the next reading of the input."""
+    for path in map(Path, inputs):
+        if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
+            got, fix = f"{str(folder)!r}, which is inside the input {str(path)!r}", "write beside it"
+            raise InputError(Problem(COMMAND_LINE, "--output", got, "a folder outside of the inputs", fix))
 
 
 def _text(options: argparse.Namespace) -> Text:
@@ -385,10 +399,10 @@ def _flag(name: str) -> str:
     return "INPUT" if name == "inputs" else f"--{name.replace('_', '-')}"
 
 
-def _integer(least: int) -> Callable[[str], int]:
+def _integer(least: int, most: int = 10**15) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) >= least):
-            raise argparse.ArgumentTypeError(f'got "{text}", which is no integer >= {least}')
+        if not (text.isascii() and text.isdigit() and len(text) < 17 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f'got "{text}", which is no integer from {least} to {most}')
         return int(text)
 
     return read

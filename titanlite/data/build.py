@@ -24,12 +24,12 @@ from titanlite.config.problems import InputError, Problem
 from titanlite.data.cache import Report, key_of, locked
 from titanlite.data.progress import progress
 from titanlite.data.records import BadRecord, Chunk, Position
-from titanlite.data.shards import PROGRESS, ShardWriter, TokenShards
+from titanlite.data.shards import FINISHED, PROGRESS, ShardWriter, TokenShards
 from titanlite.data.text import Text
 from titanlite.data.tokenise import Recipe, Tokenise, Tokenised, tokenise_all
 from titanlite.files import fsync_file, fsync_folder, write_atomically
 
-FINISHED, SKIPPED, LOCK = "build.json", "skipped.jsonl", "build.lock"
+SKIPPED, LOCK = "skipped.jsonl", "build.lock"
 JOURNAL_SECONDS = 5.0  # so much work is lost at most
 _FORMAT = "titanlite-build-1"
 VERSION = 2  # raise it when the same text would become other shards: it is in the cache's keys, too
@@ -305,7 +305,7 @@ def _read(path: Path, text: Text, on_error: str, identity: dict[str, Any], what:
         for name in identity
         if name != "text" and found.get(name) != identity[name]
     ]
-    if record["name"] != text.name:
+    if found.get("text") != identity["text"] and record["name"] != text.name:
         different.append(f"the text: {record['name']!r}, now {text.name!r}")
     elif found.get("text") != identity["text"]:
         different.append("the text: its files have changed since (names, sizes or times)")

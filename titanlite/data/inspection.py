@@ -91,6 +91,8 @@ def stats(path: Path | str, tokenizer: Tokenizer | None, *, verify: bool = True)
     if verify:
         for tokens in opened:
             tokens.verify()
+    for tokens in opened:
+        _check_tokenizer(tokens, tokenizer)
     parts = [_count(tokens, tokenizer) for tokens in opened]
     verified = verify and all(isinstance(tokens, TokenShards) for tokens in opened)
     return Stats(str(path), verified, parts[0], parts[1] if len(parts) > 1 else None)
@@ -113,6 +115,7 @@ def show(
     if not 0 <= window < windows:
         got, fix = f"window {window} of {seq_len} tokens", "ask for an earlier one, or for a smaller seq_len"
         raise InputError(Problem("", str(tokens.path), got, f"0 to {windows - 1}" if windows else "none is whole", fix))
+    _check_tokenizer(tokens, tokenizer)
     ids = tokens.window(window, seq_len).astype(np.int64)
     bos_id, eos_id = marks or _marks(tokens, tokenizer)[:2]
     starts = np.flatnonzero(document_starts(ids, bos_id, eos_id)[:-1]).tolist()
@@ -146,6 +149,12 @@ def show_sample(prepared: PreparedData, order: SampleOrder, k: int, seq_len: int
     found = prepared.sources[source]
     head = f"sample {k}: source {source} ({_visible(found.path)}), epoch {epoch}, window {window}"
     return f"{head}\n{show(open_tokens(found.train), prepared.tokenizer, window, seq_len, prepared.marks)}"
+
+
+def _check_tokenizer(tokens: TokenArray, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and tokens.tokenizer not in (None, tokenizer.fingerprint):
+        got = f"{str(tokenizer.path)!r}, but another tokenizer made {str(tokens.path)!r}"
+        raise InputError(Problem("", "--tokenizer", got, "the one that made them", "leave it out for theirs"))
 
 
 def _marks(tokens: TokenArray, tokenizer: Tokenizer | None) -> tuple[int, int, str | None]:

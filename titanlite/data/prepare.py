@@ -92,11 +92,6 @@ def prepare(
             )
     faults.raise_any()
     assert loaded is not None
-    if validation and not loaded.exact:
-        report(
-            f"warning: the tokenizer {tokenizer.path!r} loses spaces or characters of the text, so that bits per byte "
-            "cannot be compared with other tokenizers'"
-        )
 
     shared = _Shared(data, loaded, tokenizer, report)
     sources: list[PreparedSource] = []
@@ -176,6 +171,11 @@ def open_tokenizer(
             problems.append(Problem("", f"tokenizer.add_{name}", got, "false, or a tokenizer that has one", fix))
     if problems:
         raise InputError(problems)
+    if not tokenizer.exact:
+        report(
+            f"warning: the tokenizer {config.path!r} loses or changes spaces or characters of some texts, so that bits "
+            "per byte cannot be compared with other tokenizers'"
+        )
     return tokenizer
 
 

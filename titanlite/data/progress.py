@@ -18,7 +18,9 @@ def progress(text: Text, done: int, tokens: int, report: Report) -> Iterator[Cal
     done: bytes of the text on the disk that are read; tokens: made of them. Those given here are an earlier try's.
     """
     total = 0 if text.is_stdin else text.size()
-    size = f"{total / 1e6:,.1f} MB in {len(text.files):,} files" if total else "standard input"
+    count = len(text.files)
+    size = f"{total / 1e6:,.1f} MB in {count:,} file{'s' * (count > 1)}"
+    size = "as it comes" if text.is_stdin else size
     report(f"tokenising {text.name}: {size}")
     started, done_before, tokens_before = time.monotonic(), done, tokens
 

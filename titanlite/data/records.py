@@ -84,7 +84,7 @@ class BadRecord:
         return f"{self.file}:{self.number}" if self.number else self.file
 
     def problem(self) -> Problem:
-        fix = 'correct the file, or skip such records: --on-error skip, in a TOML data.on_error = "skip"'
+        fix = 'skip such records (--on-error skip, in a TOML data.on_error = "skip"), or correct it and start over'
         if self.reason.startswith(_NO_KEY):
             fix = f"name the text's key: --text-key, in a TOML a source's text_key; or {fix}"
         return Problem("", self.place, self.reason, "UTF-8 text, in .jsonl as one JSON object a line", fix)

@@ -25,7 +25,7 @@ from titanlite.files import fsync_file, fsync_folder, write_atomically
 
 FORMAT = "titanlite-tokens-1"
 META = "meta.json"
-PROGRESS = "progress.json"  # beside train and validation, while they are being made
+PROGRESS, FINISHED = "progress.json", "build.json"  # beside train and validation: while they are made, and after
 SHARD_TOKENS = 1 << 27  # of one file: 256 or 512 MiB
 _OURS = re.compile(r"\d{5,}\.bin(\.partial)?|meta\.json\.[0-9a-f]{32}\.tmp")  # what a writer may leave
 _MAX_OPEN = 256  # a map holds a file open, and systems allow about 1000

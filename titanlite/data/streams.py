@@ -203,6 +203,9 @@ class Rows:
         if column not in schema.names:
             allowed = f"one of its columns ({', '.join(map(repr, schema.names))})"
             raise InputError(Problem("", str(file), f"no column {column!r}", allowed, "name it with text_key"))
+        if schema.names.count(column) > 1:
+            fix = "rename one of them"
+            raise InputError(Problem("", str(file), f"two columns {column!r}", "columns with different names", fix))
         kind = schema.field(column).type
         self._is_dictionary = pyarrow.types.is_dictionary(kind)
         of = str(kind.value_type if self._is_dictionary else kind)

@@ -72,13 +72,13 @@ class Text:
                 yield document
 
     def state(self) -> str:
-        """Another one when a file, or how it is read, changes: paths, sizes and times, without reading the files."""
+        """Another one when a file, or how it is read, changes, without reading it: path, size, time of modification."""
         states: list[object] = []
         for file in self.files:
             states.append((file.name, file.suffix))
             if file.path:
                 status = _status(file)
-                states.append((os.path.abspath(file.path), status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+                states.append((os.path.abspath(file.path), status.st_size, status.st_mtime_ns))
         return key_of("text", states, self._read_as())
 
     def fingerprint(self, cache_dir: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.data.foreign import ForeignTokens, bin_files, matches
-from titanlite.data.shards import META, PROGRESS, TokenArray, TokenShards
+from titanlite.data.shards import FINISHED, META, PROGRESS, TokenArray, TokenShards
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ def _find(path: str, key: str) -> FoundTokens | None:
     if (place / PROGRESS).is_file():
         got, fix = f"{path!r}, which is unfinished", "give the same command of titanlite prepare again: it goes on"
         raise InputError(Problem("", key, got, "a folder of finished token shards", fix))
+    if (place / FINISHED).is_file():
+        got = f"{path!r}, which {FINISHED} calls finished, without train/{META}"
+        raise InputError(Problem("", key, got, "a folder of token shards", "it is damaged: prepare it again"))
     if place.is_dir():
         return _find_in_folder(place, key)
     return FoundTokens(place, None) if _matches_tokens(path, key) else None
@@ -89,4 +92,8 @@ def _matches_tokens(path: str, key: str) -> bool:
         other = next(file for file in files if file not in tokens)
         got = f"{path!r}, which matches {tokens[0].name} and {other.name}"
         raise InputError(Problem("", key, got, "token files or text, not both", "narrow the pattern, as in *.bin"))
+    for folder in {file.parent for file in tokens}:
+        if (folder / META).is_file():  # it says which dtype they are of, and more
+            got, fix = f"{path!r}, shards by their names", f"name their folder, {str(folder)!r}"
+            raise InputError(Problem("", key, got, "a folder of token shards", fix))
     return bool(tokens)

@@ -122,7 +122,7 @@ def test_standard_input_is_read_once(tmp_path: Path, recipe: Recipe, corpus: Pat
     for k in range(2):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         built, messages = run_build(tmp_path / str(k), text, recipe)
-        assert built.train_tokens and "standard input: standard input" in messages[0]
+        assert built.train_tokens and "standard input: as it comes" in messages[0]
     assert contents(tmp_path / "0" / "train") == contents(tmp_path / "1" / "train")
     with pytest.raises(InputError, match=r"tokens of other text \(standard input cannot be read a second time\)"):
         run_build(tmp_path / "0", text, recipe)
@@ -352,8 +352,8 @@ def test_another_recipe_or_text_is_refused(tmp_path: Path, text: Text, recipe: R
         *((text, replace(recipe, **change), message) for change, message in OTHERS),
         (replace(text, reading=Reading("body")), recipe, "text_key: 'text', now 'body'"),
         (replace(text, reading=Reading(separator="x")), recipe, "separator: '', now 'x'"),
-        (replace(text, name="other"), recipe, f"the text: '{text.name}', now 'other'"),
-        (text_of(corpus / "a.jsonl"), recipe, "the text: its files have changed since"),
+        (replace(text, files=text.files[:1], name="other"), recipe, f"the text: '{text.name}', now 'other'"),
+        (replace(text, files=text.files[:1]), recipe, "the text: its files have changed since"),
     ]
     for other_text, other_recipe, message in others:
         with pytest.raises(InputError) as caught:
