@@ -130,7 +130,7 @@ TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
         HEADS_8,
     ),
     "tp 2 x fsdp 2": (_layout(4, tp=2, dp_shard=2), HEADS_8),
-    "tp 2 x fsdp 3": (_layout(6, tp=2, dp_shard=3), HEADS_8),
+    "tp 2 x fsdp 3": (_layout(6, tp=2, dp_shard=3), merge(HEADS_8, {"model": {"vocab_pad_multiple": 14}})),
     "tp 4 over 2 kv heads x fsdp 2": (_layout(8, tp=4, dp_shard=2), HEADS_8_KV_2),
     "tp 2 x dp_replicate 2": (_layout(4, tp=2, dp_replicate=2), HEADS_8),
     "tp 2 x hsdp 2x2": (_layout(8, tp=2, dp_replicate=2, dp_shard=2), HEADS_8),

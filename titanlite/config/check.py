@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from titanlite.config.keys import KEYS, nearest, shown
-from titanlite.config.layout import Layout, divisors, fixed_world_size, plan_batch, resolve_layout
+from titanlite.config.layout import Layout, divisors, fixed_world_size, plan_batch, resolve_layout, shards_are_found
 from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
@@ -38,7 +38,9 @@ def static_problems(loaded: Loaded, world_size: int | None) -> list[Problem]:
     if world is None:
         return problems
     try:
-        plan_batch(loaded.config.training, resolve_layout(parallelism, world))
+        layout = resolve_layout(parallelism, world)
+        problems += _lost_shards(loaded, layout)
+        plan_batch(loaded.config.training, layout)
     except InputError as error:
         problems += [replace(problem, where=loaded.origin(problem.key)) for problem in error.problems]
     return problems
@@ -186,15 +188,30 @@ def _tensor_parallel(loaded: Loaded) -> list[Problem]:
     if loaded.config.training.seq_len % parts:
         allowed = f"a multiple of {'tp' if cp == 1 else '2 x cp x tp'} = {parts}, the parts of a sequence"
         problems.append(_problem(loaded, "training.seq_len", allowed, "change it or parallelism.tp"))
-    for key, rows, fix in (
-        ("model.ffn_dim", model.ffn_dim, "change it or parallelism.tp"),
-        ("model.vocab_size", model.padded_vocab_size, f"set model.vocab_pad_multiple to a multiple of {tp}"),
-    ):
-        most = -(-rows // tp)
-        if (tp - 1) * most >= rows:
-            what = f"{rows}, which is cut into {-(-rows // most)} parts of at most {most}"
+    for key, size, fix in _tp_sizes(loaded):
+        most = -(-size // tp)
+        if (tp - 1) * most >= size:
+            what = f"{size}, which is cut into {-(-size // most)} parts of at most {most}"
             problems.append(_problem(loaded, key, f"enough for {tp} tensor parallel ranks", fix, what))
     return problems
+
+
+def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str]]:
+    """What is cut over tp and need not divide: key, size, how to change it."""
+    model, tp = loaded.config.model, loaded.config.parallelism.tp
+    return [
+        ("model.ffn_dim", model.ffn_dim, f"set it to a multiple of {tp}"),
+        ("model.vocab_size", model.padded_vocab_size, f"set model.vocab_pad_multiple to a multiple of {tp}"),
+    ]
+
+
+def _lost_shards(loaded: Loaded, layout: Layout) -> list[Problem]:
+    allowed = f"a size that torch can cut over tp = {layout.tp} and then dp_shard x cp = {layout.fsdp}"
+    return [
+        _problem(loaded, key, allowed, fix, f"{size} (padded)" if key == "model.vocab_size" else None)
+        for key, size, fix in _tp_sizes(loaded)
+        if not shards_are_found(size, layout.tp, layout.fsdp)
+    ]
 
 
 RULES: tuple[Rule, ...] = (

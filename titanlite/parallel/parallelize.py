@@ -104,8 +104,12 @@ def parallelize(
     if ranks.layout.tp > 1:
         apply_tensor_parallel(model, ranks.meshes, model_config)
     blocks = list(model.layers.values())
+    if compile_config.enable and ranks.layout.tp > 1:
+        # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails.
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
     apply_activation_checkpoint(blocks, activation_checkpoint)
-    if compile_config.enable:
+    if compile_config.enable and ranks.layout.tp == 1:
         _compile(blocks)
 
     strategy: Single | Replicated | Sharded

@@ -141,6 +141,16 @@ def test_rules_of_the_world(make: Make) -> None:
     assert problem.key == "training.global_batch_size"  # the degrees tell the world
 
 
+def test_sizes_that_tp_and_fsdp_cannot_cut_together(make: Make) -> None:
+    odd = ("--parallelism.tp=2", "--model.ffn_dim=37", "--model.vocab_size=4099", "--model.vocab_pad_multiple=1")
+    assert static_problems(make(*odd), 2) == []
+    assert static_problems(make(*odd), 4) == []
+    problems = static_problems(make(*odd), 6)
+    assert [problem.key for problem in problems] == ["model.ffn_dim", "model.vocab_size"]
+    assert "got 37; allowed: a size that torch can cut over tp = 2 and then dp_shard x cp = 3" in str(problems[0])
+    assert "got 4099 (padded)" in str(problems[1]) and "set model.vocab_pad_multiple to a multiple of 2" in problems[1].fix
+
+
 def test_all_rules_report_at_once(make: Make) -> None:
     loaded = make("--parallelism.pp=2", "--model.n_kv_heads=3", "--lr_scheduler.warmup_steps=11", "--model.head_dim=3")
     problems = static_problems(loaded, 1)
