@@ -434,12 +434,10 @@ def _norm_with(placement: Any, replicated: bool) -> None:
     right = gradients.global_norm
 
     def mistaken(parameters: Any) -> Tensor:
-        kept = placement.is_replicate
         placement.is_replicate = lambda self: replicated
-        try:
-            return right(parameters)
-        finally:
-            placement.is_replicate = kept
+        norm = right(parameters)
+        del placement.is_replicate  # uncovers the C++ class's
+        return norm
 
     _set(gradients, "global_norm", mistaken)
 
