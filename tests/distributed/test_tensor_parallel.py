@@ -1,8 +1,9 @@
-"""What tests/parity leaves out of tensor parallelism: where shards are, memory, shapes, bytes sent, checkpoints, bf16."""
+"""What tests/parity leaves out of tensor parallelism: where shards are, memory, shapes, bytes, checkpoints, bf16."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def test_a_vocabulary_of_257_tied(world_size: int, sections: Sections) -> None:
     assert largest_error(got["grads"], expected["grads"]) < (1e-5, "")
 
 
-@pytest.mark.parametrize(("world_size", "sections"), [(2, layout(2)), (4, layout(4)), (4, layout(2, dp_shard=2))], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "sections"), [(2, layout(2)), (4, layout(4)), (4, layout(2, dp_shard=2))], ids=str
+)
 def test_bf16(world_size: int, sections: Sections) -> None:
     """Split sums are rounded at other places, as often: no further from fp32 than bf16 on one process (2.9e-2) is.
 
@@ -186,7 +189,7 @@ def memory_of_a_step(sections: Sections) -> dict[str, Any]:
     with shapes:
         model.forward_backward(rank_batches(config, ranks, 1))
 
-    def held(tensors: list[Tensor]) -> int:
+    def held(tensors: Sequence[Tensor]) -> int:
         storages = [local_of(tensor).untyped_storage() for tensor in tensors]  # FSDP's gradients share one per block
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -201,7 +204,10 @@ def memory_of_a_step(sections: Sections) -> dict[str, Any]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def test_memory_falls() -> None:
@@ -252,7 +258,7 @@ def bytes_sent(sections: Sections) -> Counter[str]:
 
 @pytest.mark.parametrize(("mode", "recomputed"), [("none", 0), ("full", 1)])
 def test_what_a_step_sends(mode: str, recomputed: int) -> None:
-    """Forward and backward: 4 gathers and 4 scatters a block, 2 of each at the ends; recomputation runs a block's 4 again."""
+    """4 gathers and 4 scatters a block, 2 of each for embedding and head; recomputation repeats a block's forward."""
     sections = merge(WIDE, layout(2), {"activation_checkpoint": {"mode": mode}})
     states = 6 * 32 * 64 * 4  # two microbatches' [B, S, dim] in fp32
     for sent in run_distributed(bytes_sent, 2, sections):

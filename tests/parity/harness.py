@@ -233,7 +233,9 @@ def deviations(records: Sequence[Record], reference: Record) -> list[str]:
             found.append(f"rank {rank}: other samples than its tensor-parallel neighbour's")
     for step, ids in enumerate(reference.sample_ids):
         mine = [number for record in readers.values() for number in record.sample_ids[step]]
-        if mine != ids or not torch.equal(torch.cat([r.tokens[step] for r in readers.values()]), reference.tokens[step]):
+        if mine != ids or not torch.equal(
+            torch.cat([r.tokens[step] for r in readers.values()]), reference.tokens[step]
+        ):
             found.append(f"step {step + 1}: samples {mine[:8]}…, not {ids[:8]}…, or other tokens in them")
             break
     return found

@@ -347,7 +347,10 @@ def qk_norm_gradients_are_not_summed_over_tp() -> None:
 
 @fault("tp 4 over 2 kv heads")
 def shared_kv_gradients_are_not_summed_over_tp() -> None:
-    _whole_weights_keep_their_own_gradient(lambda m: isinstance(m, Linear) and m.weight.placements == (Replicate(),))
+    def shared(module: Any) -> bool:
+        return isinstance(module, Linear) and getattr(module.weight, "placements", None) == (Replicate(),)
+
+    _whole_weights_keep_their_own_gradient(shared)
 
 
 @fault("tp 4 over 2 kv heads")

@@ -44,9 +44,7 @@ def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path,
 
 
 @pytest.mark.parametrize("name", TP_LAYOUTS)
-def test_tensor_parallelism_changes_nothing(
-    name: str, text: Path, one_process: Callable[[Sections], Record]
-) -> None:
+def test_tensor_parallelism_changes_nothing(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
     layout, sections = TP_LAYOUTS[name]
     records, reference = run(layout, text, sections=sections), one_process(sections)
     print(name, worst(records, reference))

@@ -181,7 +181,9 @@ def _tensor_parallel(loaded: Loaded) -> list[Problem]:
     heads, kv_heads = model.n_heads, model.n_kv_heads
     degrees = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     if tp not in degrees:
-        allowed = f"one of {degrees}: it divides n_heads = {heads}, and divides or is divided by n_kv_heads = {kv_heads}"
+        allowed = (
+            f"one of {degrees}: it divides n_heads = {heads}, and divides or is divided by n_kv_heads = {kv_heads}"
+        )
         fix = "a rank has whole query heads, and whole key/value heads or one that its neighbours have too"
         problems.append(_problem(loaded, "parallelism.tp", allowed, fix))
     parts = tp if cp == 1 else 2 * cp * tp

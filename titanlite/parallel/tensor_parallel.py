@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from titanlite.config.schema import ModelConfig
 from titanlite.model.attention import Attention
 from titanlite.model.layers import MLP, Embedding, Linear, RMSNorm, embed, linear, rms_norm
-from titanlite.model.transformer import Head, Transformer
+from titanlite.model.transformer import Block, Head, Transformer
 from titanlite.parallel.mesh import Meshes
 
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()  # of a weight [out, in]
@@ -47,18 +47,18 @@ def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfi
     group = mesh.get_group()
     model.sequence_parts = mesh.size()
     for block in model.layers.values():
+        assert isinstance(block, Block)
         _split_norm(block.attention_norm, mesh)
         _split_attention(block.attention, mesh, config)
         _split_norm(block.mlp_norm, mesh)
         _split_mlp(block.mlp, mesh)
         for module in (block.attention, block.mlp):
-            module.forward = partial(_between_sequence_parts, type(module).forward, module, group)
+            _compute(module, _between_sequence_parts, group)
     if model.norm is not None:
         _split_norm(model.norm, mesh)
     if model.embedding is not None:
         _split(model.embedding, mesh, ROWS)
-        start = _first_row(model.embedding.weight)
-        model.embedding.forward = partial(_embed_own_rows, model.embedding, start, group)
+        _compute(model.embedding, _embed_own_rows, _first_row(model.embedding.weight), group)
     if model.output is not None:
         _split(model.output, mesh, ROWS)
     if model.head is not None:
@@ -66,10 +66,15 @@ def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfi
         assert table is not None
         model.head.reducer = VocabularyGroup(group)
         model.head.vocab_start = _first_row(table.weight)
-        model.head.forward = partial(_head_of_sequence_parts, model.head, group)
+        _compute(model.head, _head_of_sequence_parts, group)
 
 
 # ---- modules
+
+
+def _compute(module: nn.Module, function: Callable[..., Tensor], *first: Any) -> None:
+    """Let module(x, ...) be function(module, *first, x, ...)."""
+    module.forward = partial(function, module, *first)
 
 
 def _split(module: Linear | Embedding | RMSNorm, mesh: DeviceMesh, placement: Placement) -> None:
@@ -94,12 +99,12 @@ def _first_row(weight: Tensor) -> int:
 
 def _split_norm(norm: RMSNorm, mesh: DeviceMesh) -> None:
     _split(norm, mesh, WHOLE)
-    norm.forward = lambda x: rms_norm(x, _local(norm), norm.eps)
+    _compute(norm, lambda norm, x: rms_norm(x, _local(norm), norm.eps))
 
 
 def _split_linear(module: Linear, mesh: DeviceMesh, placement: Placement) -> None:
     _split(module, mesh, placement)
-    module.forward = lambda x: linear(x, _local(module))
+    _compute(module, lambda module, x: linear(x, _local(module)))
 
 
 def _split_attention(attention: Attention, mesh: DeviceMesh, config: ModelConfig) -> None:
@@ -110,8 +115,7 @@ def _split_attention(attention: Attention, mesh: DeviceMesh, config: ModelConfig
             _split_linear(projection, mesh, ROWS)
         else:
             _split(projection, mesh, WHOLE)
-            rows = _kv_rows(config, mesh)
-            projection.forward = partial(_own_rows, projection, rows)
+            _compute(projection, lambda module, rows, x: linear(x, _local(module)[rows]), _kv_rows(config, mesh))
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None:
             _split_norm(norm, mesh)
@@ -124,21 +128,15 @@ def _kv_rows(config: ModelConfig, mesh: DeviceMesh) -> slice:
     return slice(head * config.resolved_head_dim, (head + 1) * config.resolved_head_dim)
 
 
-def _own_rows(module: Linear, rows: slice, x: Tensor) -> Tensor:
-    return linear(x, _local(module)[rows])
-
-
 def _split_mlp(mlp: MLP, mesh: DeviceMesh) -> None:
     _split_linear(mlp.gate, mesh, ROWS)
     _split_linear(mlp.up, mesh, ROWS)
     _split_linear(mlp.down, mesh, COLUMNS)
 
 
-def _between_sequence_parts(
-    forward: Callable[..., Tensor], module: nn.Module, group: dist.ProcessGroup, x: Tensor, *args: Any
-) -> Tensor:
-    """forward takes the whole sequence and returns this rank's summand of its output."""
-    return scatter_sequence(forward(module, gather_sequence(x, group), *args), group)
+def _between_sequence_parts(module: nn.Module, group: dist.ProcessGroup, x: Tensor, *args: Any) -> Tensor:
+    """The class's forward takes the whole sequence and returns this rank's summand of its output."""
+    return scatter_sequence(type(module).forward(module, gather_sequence(x, group), *args), group)
 
 
 def _embed_own_rows(embedding: Embedding, start: int, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
