@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_checkpoint import assert_same, load_trained, train_and_save
 from tests.harness.distributed import run_distributed
-from tests.harness.training import Sections, build, largest_error, merge, rank_batches, run_training, train_step
+from tests.harness.training import TINY, Sections, build, largest_error, merge, rank_batches, run_training, train_step
 from titanlite.config.layout import shards_are_found
-from titanlite.model.transformer import Block
-from titanlite.parallel import tensor_parallel
-from titanlite.parallel.parallelize import local_block
+from titanlite.config.schema import Config
+from titanlite.model.transformer import Block, Transformer
+from titanlite.parallel import runtime, tensor_parallel
+from titanlite.parallel.parallelize import local_block, materialise
 
 MODEL: Sections = {"model": {"n_heads": 4, "n_kv_heads": 2}}
 TIED_257: Sections = {"model": {"vocab_size": 257, "vocab_pad_multiple": 1, "tie_word_embeddings": True}}
@@ -100,6 +101,36 @@ def first_loss_and_norm(sections: Sections) -> tuple[float, float]:
     config, ranks, model, optimizer = build(sections)
     loss, stats, _ = train_step(model, optimizer, ranks, rank_batches(config, ranks, 1), config, 1)
     return loss, stats.norm.item()
+
+
+# ---- stages
+
+
+def whole_and_stages(tied: bool) -> tuple[float, float]:
+    """The loss of a whole model, and of two stages of it that hand [B, S / tp, dim] on."""
+    sections = merge(TINY, MODEL, layout(2), {"model": {"tie_word_embeddings": tied}})
+    config = Config.model_validate(sections)
+    ranks = runtime.start(config.comm, config.run, config.parallelism)
+
+    def part(**stage: Any) -> Transformer:
+        with torch.device("meta"):
+            model = Transformer(config.model, loss_chunk_tokens=10, **stage)
+        tensor_parallel.apply_tensor_parallel(model, ranks.meshes, config.model)
+        materialise(model, config.model, 7, ranks.device)
+        return model
+
+    (batch,) = rank_batches(config, ranks, 1)
+    with torch.no_grad():
+        h = part(layers=range(1), has_head=False)(batch["tokens"])
+        assert h.shape == (24, 8, 22)
+        loss = part(layers=range(1, 2), has_embedding=False)(h, batch["labels"])
+        return part()(batch["tokens"], batch["labels"]).item(), loss.item()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hand_on_parts_of_the_sequence(tied: bool) -> None:
+    for whole, stages in run_distributed(whole_and_stages, 2, tied):
+        assert stages == whole
 
 
 # ---- where the shards are
