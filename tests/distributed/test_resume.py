@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import full_tensors, merge
-from tests.parity.harness import BASE, LAYOUTS, ONE_PROCESS, Layout, data_section, make_text
+from tests.parity.harness import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, TP_LAYOUTS, Layout, data_section, make_text
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
@@ -83,6 +83,15 @@ def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path)
     assert event_steps(tmp_path / "broken") == list(range(1, STEPS + 1))
 
 
+def test_two_resumes_in_a_row_are_bitwise_under_tensor_parallelism(text: Path, tmp_path: Path) -> None:
+    layout, sections = TP_LAYOUTS["tp 2 x fsdp 2"]
+    unbroken = train(layout, text, tmp_path / "unbroken", 6, sections)
+    for steps in (2, 4, 6):
+        resumed = train(layout, text, tmp_path / "broken", steps, sections)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
+    assert resumed == unbroken
+
+
 @pytest.mark.parametrize("name", ["fsdp 2", "ddp 3"])
 def test_resume_at_the_end_of_an_epoch_and_again_is_bitwise(name: str, text: Path, tmp_path: Path) -> None:
     layout, data = LAYOUTS[name], {"training": {"global_batch_size": 12, "local_batch_size": 12}}
@@ -124,10 +133,23 @@ def test_another_layout_goes_on_within_the_promise(text: Path, tmp_path: Path) -
     train(ONE_PROCESS, text, tmp_path / "one", STEPS)
     for name, steps in (("fsdp 2", 3), ("ddp 3", 6), ("accumulation 4", STEPS)):
         train(LAYOUTS[name], text, tmp_path / "many", steps)
-    for mine, other in zip(curve(tmp_path / "many"), curve(tmp_path / "one"), strict=True):
-        assert mine[0] == other[0] and mine[3:] == other[3:]
-        assert mine[1] == pytest.approx(other[1], rel=1e-6)
-        assert mine[2] == pytest.approx(other[2], rel=1e-5)
+    assert_same_curve(tmp_path / "many", tmp_path / "one")
+
+
+def assert_same_curve(mine: Path, other: Path) -> None:
+    for a, b in zip(curve(mine), curve(other), strict=True):
+        assert a[0] == b[0] and a[3:] == b[3:]
+        assert a[1] == pytest.approx(b[1], rel=1e-6)
+        assert a[2] == pytest.approx(b[2], rel=1e-5)
+
+
+def test_tensor_parallelism_goes_on_from_other_layouts_and_they_from_it(text: Path, tmp_path: Path) -> None:
+    """The vocabulary is uneven over tp 2 and 4."""
+    train(ONE_PROCESS, text, tmp_path / "one", STEPS, HEADS_8)
+    layouts = [TP_LAYOUTS["tp 2 x fsdp 2"][0], ONE_PROCESS, TP_LAYOUTS["tp 4"][0], LAYOUTS["fsdp 3"]]
+    for layout, steps in zip(layouts, (3, 5, 7, STEPS), strict=True):
+        train(layout, text, tmp_path / "many", steps, HEADS_8)
+    assert_same_curve(tmp_path / "many", tmp_path / "one")
 
 
 def test_a_run_told_to_start_from_a_checkpoint_goes_on_when_started_again(text: Path, tmp_path: Path) -> None:

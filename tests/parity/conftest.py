@@ -1,5 +1,6 @@
 """Text and reference runs, made once for all parity tests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,17 @@ def tied_reference(text: Path) -> harness.Record:
 @pytest.fixture(scope="session")
 def masked_reference(text: Path) -> harness.Record:
     return harness.run(harness.ONE_PROCESS, text, sections=harness.MASKED)[0]
+
+
+@pytest.fixture(scope="session")
+def one_process(text: Path) -> Callable[[harness.Sections], harness.Record]:
+    """The one-process run with these sections over BASE, made when first asked for."""
+    made: dict[str, harness.Record] = {}
+
+    def run(sections: harness.Sections) -> harness.Record:
+        key = repr(sections)
+        if key not in made:
+            made[key] = harness.run(harness.ONE_PROCESS, text, sections=sections)[0]
+        return made[key]
+
+    return run

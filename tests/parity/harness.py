@@ -65,6 +65,10 @@ BASE: Sections = {
 }
 TIED: Sections = {"model": {"tie_word_embeddings": True, "qk_norm": True}}
 MASKED: Sections = {"data": {"document_mask": True}}
+# For degrees that BASE's 6 query and 3 key/value heads do not fit.
+HEADS_8: Sections = {"model": {"n_heads": 8, "n_kv_heads": 4}}
+HEADS_8_KV_2: Sections = {"model": {"n_heads": 8, "n_kv_heads": 2}}
+HEADS_8_KV_1: Sections = {"model": {"n_heads": 8, "n_kv_heads": 1}}
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,36 @@ for _name in ("fsdp 2, accumulation 2", "ddp 2, accumulation 4", "hsdp 2x2"):
         _plain.world_size, merge(_plain.sections, {"activation_checkpoint": {"mode": "full"}})
     )
 
+# Tensor parallel: each with the sections over BASE that it needs, in which one process is run for comparison too.
+FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
+TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
+    "tp 2": (_layout(2, tp=2), HEADS_8),
+    "tp 4": (_layout(4, tp=4), HEADS_8),
+    "tp 4 over 2 kv heads": (_layout(4, tp=4), HEADS_8_KV_2),
+    "tp 4 over 1 kv head": (_layout(4, tp=4), HEADS_8_KV_1),
+    "tp 2, plain loss": (_layout(2, {"loss_chunk_tokens": 0}, tp=2), HEADS_8),
+    "tp 2, accumulation 4": (_layout(2, _microbatches(6), tp=2), HEADS_8),
+    "tp 2, accumulation 2, full recomputation": (
+        Layout(2, merge(_layout(2, _microbatches(12), tp=2).sections, FULL_RECOMPUTATION)),
+        HEADS_8,
+    ),
+    "tp 2 x fsdp 2": (_layout(4, tp=2, dp_shard=2), HEADS_8),
+    "tp 2 x fsdp 3": (_layout(6, tp=2, dp_shard=3), merge(HEADS_8, {"model": {"vocab_pad_multiple": 14}})),
+    "tp 4 over 2 kv heads x fsdp 2": (_layout(8, tp=4, dp_shard=2), HEADS_8_KV_2),
+    "tp 2 x dp_replicate 2": (_layout(4, tp=2, dp_replicate=2), HEADS_8),
+    "tp 2 x hsdp 2x2": (_layout(8, tp=2, dp_replicate=2, dp_shard=2), HEADS_8),
+    "tp 2 x fsdp 2, zero 1, accumulation 2": (_layout(4, _microbatches(6), tp=2, dp_shard=2, zero_stage=1), HEADS_8),
+    "tp 2 x fsdp 2, zero 2, accumulation 2": (_layout(4, _microbatches(6), tp=2, dp_shard=2, zero_stage=2), HEADS_8),
+    "tp 2, tied": (_layout(2, tp=2), merge(HEADS_8, TIED)),
+    "tp 2 x fsdp 2, tied": (_layout(4, tp=2, dp_shard=2), merge(HEADS_8, TIED)),
+    "tp 4 over 1 kv head, tied": (_layout(4, tp=4), merge(HEADS_8_KV_1, TIED)),
+    "tp 2, masked": (_layout(2, tp=2), merge(HEADS_8, MASKED)),
+    "tp 2 x fsdp 2, accumulation 2, full recomputation, masked": (
+        Layout(4, merge(_layout(4, _microbatches(6), tp=2, dp_shard=2).sections, FULL_RECOMPUTATION)),
+        merge(HEADS_8, MASKED),
+    ),
+}
+
 
 @dataclass
 class Record:
@@ -121,6 +155,7 @@ class Record:
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
     lrs: list[float] = dataclasses.field(default_factory=list)
+    data_rank: int = 0  # ranks with the same one have the same samples
     validation: list[dict[str, float]] = dataclasses.field(default_factory=list)
     sample_ids: list[list[int]] = dataclasses.field(default_factory=list)
     tokens: list[Tensor] = dataclasses.field(default_factory=list)
@@ -132,7 +167,7 @@ class Recorder(Trainer):
 
     def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
         super().__init__(config, ranks)
-        self.record = Record(init_hash=tensors_hash(full_tensors(self.parameters).items()))
+        self.record = Record(tensors_hash(full_tensors(self.parameters).items()), data_rank=ranks.data_rank)
         step, self.optimizer.step = self.optimizer.step, self._step  # type: ignore[method-assign]
         self._optimizer_step = step
 
@@ -192,9 +227,15 @@ def deviations(records: Sequence[Record], reference: Record) -> list[str]:
         error, name = largest_error(record.gradients, reference.gradients)
         if not error <= GRADIENT_TOLERANCE:
             found.append(f"rank {rank}: gradient of {name} off by {error:.2e}")
+    readers = {record.data_rank: record for record in records}
+    for rank, record in enumerate(records):
+        if record.sample_ids != readers[record.data_rank].sample_ids:
+            found.append(f"rank {rank}: other samples than its tensor-parallel neighbour's")
     for step, ids in enumerate(reference.sample_ids):
-        mine = [number for record in records for number in record.sample_ids[step]]
-        if mine != ids or not torch.equal(torch.cat([r.tokens[step] for r in records]), reference.tokens[step]):
+        mine = [number for record in readers.values() for number in record.sample_ids[step]]
+        if mine != ids or not torch.equal(
+            torch.cat([r.tokens[step] for r in readers.values()]), reference.tokens[step]
+        ):
             found.append(f"step {step + 1}: samples {mine[:8]}…, not {ids[:8]}…, or other tokens in them")
             break
     return found

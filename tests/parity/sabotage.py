@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlite import trainer
 from titanlite.data import loader
 from titanlite.data.order import SampleOrder
 from titanlite.data.prepare import PreparedData
 from titanlite.model import attention, transformer
+from titanlite.model.layers import Linear, RMSNorm
 from titanlite.optim import optimizer
-from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runtime
+from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runtime, tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -329,3 +332,132 @@ def recomputation_has_the_causal_mask_only() -> None:
         return right(self, x, cos, sin, torch.full_like(mask, -torch.inf).triu(1) if recomputing else mask)
 
     _set(attention.Attention, "forward", forgetful)
+
+
+# ---- tensor parallelism
+
+
+def _whole_weights_keep_their_own_gradient(those: Callable[[Any], bool]) -> None:
+    """Some weights that all tp ranks hold are used without saying that their gradient is a summand."""
+    right = tensor_parallel._local
+    _set(tensor_parallel, "_local", lambda module: module.weight.to_local() if those(module) else right(module))
+
+
+@fault("tp 2")
+def norm_gradients_are_not_summed_over_tp() -> None:
+    _whole_weights_keep_their_own_gradient(lambda module: isinstance(module, RMSNorm))
+
+
+@fault("tp 2, tied")
+def qk_norm_gradients_are_not_summed_over_tp() -> None:
+    _whole_weights_keep_their_own_gradient(lambda m: isinstance(m, RMSNorm) and m.weight.shape[0] == 10)
+
+
+@fault("tp 4 over 2 kv heads")
+def shared_kv_gradients_are_not_summed_over_tp() -> None:
+    def shared(module: Any) -> bool:
+        return isinstance(module, Linear) and getattr(module.weight, "placements", None) == (Replicate(),)
+
+    _whole_weights_keep_their_own_gradient(shared)
+
+
+@fault("tp 4 over 2 kv heads")
+def a_tp_rank_takes_the_wrong_kv_head() -> None:
+    def turned(config: Any, tp: Any) -> slice:
+        head = tp.get_local_rank() % config.n_kv_heads
+        return slice(head * config.resolved_head_dim, (head + 1) * config.resolved_head_dim)
+
+    _set(tensor_parallel, "_kv_rows", turned)
+
+
+@fault("tp 2, tied")
+def the_head_forgets_that_the_table_is_tied() -> None:
+    right = tensor_parallel._head_of_sequence_parts
+    _set(
+        tensor_parallel,
+        "_head_of_sequence_parts",
+        lambda head, group, x, weight, labels: right(head, group, x, weight.detach(), labels),
+    )
+
+
+@fault("tp 2")
+def softmax_is_over_the_own_rows() -> None:
+    _set(tensor_parallel.VocabularyGroup, "sum", lambda self, t: t)
+
+
+@fault("tp 4")
+def largest_logit_is_of_the_own_rows() -> None:
+    _set(tensor_parallel.VocabularyGroup, "max", lambda self, t: t)
+
+
+@fault("tp 2")
+def embedding_rows_are_off_by_one_rank() -> None:
+    right = tensor_parallel._embed_own_rows
+
+    def shifted(embedding: Any, start: int, group: Any, tokens: Tensor) -> Tensor:
+        rows = embedding.weight.to_local().shape[0]
+        return right(embedding, rows if start == 0 else 0, group, tokens)
+
+    _set(tensor_parallel, "_embed_own_rows", shifted)
+
+
+@fault("tp 4")
+def output_rows_are_off_by_one() -> None:
+    right = tensor_parallel._first_row
+    calls = [0]
+
+    def shifted(weight: Tensor) -> int:
+        calls[0] += 1  # first the embedding's, then the output's
+        return right(weight) + (calls[0] == 2 and right(weight) > 0)
+
+    _set(tensor_parallel, "_first_row", shifted)
+
+
+@fault("tp 2")
+def hidden_gradients_are_not_summed_over_tp() -> None:
+    def own(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None
+
+    _set(tensor_parallel._Gather, "backward", staticmethod(own))
+
+
+@fault("tp 4")
+def sequence_parts_come_back_in_another_order() -> None:
+    right = tensor_parallel._gather
+
+    def turned(x: Tensor, group: Any) -> Tensor:
+        return right(x, group).roll(x.shape[1], dims=1)
+
+    _set(tensor_parallel, "_gather", turned)
+
+
+@fault("tp 2")
+def targets_are_counted_by_every_tp_rank() -> None:
+    def over_the_world(self: Any, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    _set(runtime.Ranks, "sum_over_data", over_the_world)
+
+
+def _norm_with(placement: Any, replicated: bool) -> None:
+    """While the norm is computed, one kind of placement is taken for what it is not."""
+    right = gradients.global_norm
+
+    def mistaken(parameters: Any) -> Tensor:
+        placement.is_replicate = lambda self: replicated
+        norm = right(parameters)
+        del placement.is_replicate  # uncovers the C++ class's
+        return norm
+
+    _set(gradients, "global_norm", mistaken)
+
+
+@fault("tp 2 x fsdp 2")
+def norm_takes_strided_shards_for_copies() -> None:
+    _norm_with(_StridedShard, True)
+
+
+@fault("tp 2")
+def norm_counts_what_all_tp_ranks_hold_twice() -> None:
+    _norm_with(Replicate, False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from tests.parity.harness import LAYOUTS, MASKED, STEPS, TIED, Record, deviations, run, worst
+from tests.parity.harness import LAYOUTS, MASKED, STEPS, TIED, TP_LAYOUTS, Record, Sections, deviations, run, worst
 
 
 def test_reference_is_a_real_run(reference: Record) -> None:
@@ -40,6 +41,14 @@ def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path,
     records = run(LAYOUTS[name], text, sections=MASKED)
     print(name, worst(records, masked_reference))
     assert not deviations(records, masked_reference)
+
+
+@pytest.mark.parametrize("name", TP_LAYOUTS)
+def test_tensor_parallelism_changes_nothing(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
+    layout, sections = TP_LAYOUTS[name]
+    records, reference = run(layout, text, sections=sections), one_process(sections)
+    print(name, worst(records, reference))
+    assert not deviations(records, reference)
 
 
 def test_document_masks_change_the_run(reference: Record, masked_reference: Record) -> None:

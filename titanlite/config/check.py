@@ -17,14 +17,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from titanlite.config.keys import KEYS, nearest, shown
-from titanlite.config.layout import Layout, fixed_world_size, plan_batch, resolve_layout
+from titanlite.config.layout import Layout, divisors, fixed_world_size, plan_batch, resolve_layout, shards_are_found
 from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import expand
 
-NOT_AVAILABLE = ("tp", "pp", "cp", "ep")  # degrees that cannot be above 1 yet
+NOT_AVAILABLE = ("pp", "cp", "ep")  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
 
@@ -39,7 +39,9 @@ def static_problems(loaded: Loaded, world_size: int | None) -> list[Problem]:
     if world is None:
         return problems
     try:
-        plan_batch(loaded.config.training, resolve_layout(parallelism, world))
+        layout = resolve_layout(parallelism, world)
+        problems += _lost_shards(loaded, layout)
+        plan_batch(loaded.config.training, layout)
     except InputError as error:
         problems += [replace(problem, where=loaded.origin(problem.key)) for problem in error.problems]
     return problems
@@ -171,8 +173,53 @@ def _folders(loaded: Loaded) -> list[Problem]:
     return [_problem(loaded, "data.cache_dir", allowed, "change data.cache_dir or run.name")]
 
 
+def _tensor_parallel(loaded: Loaded) -> list[Problem]:
+    """Heads, sequence, MLP and vocabulary must leave every rank a part. Parts of the last two may be unequal."""
+    model, tp, cp = loaded.config.model, loaded.config.parallelism.tp, loaded.config.parallelism.cp
+    if tp == 1:
+        return []
+    problems = []
+    heads, kv_heads = model.n_heads, model.n_kv_heads
+    degrees = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    if tp not in degrees:
+        allowed = (
+            f"one of {degrees}: it divides n_heads = {heads}, and divides or is divided by n_kv_heads = {kv_heads}"
+        )
+        fix = "a rank has whole query heads, and whole key/value heads or one that its neighbours have too"
+        problems.append(_problem(loaded, "parallelism.tp", allowed, fix))
+    parts = tp if cp == 1 else 2 * cp * tp
+    if loaded.config.training.seq_len % parts:
+        allowed = f"a multiple of {'tp' if cp == 1 else '2 x cp x tp'} = {parts}, the parts of a sequence"
+        problems.append(_problem(loaded, "training.seq_len", allowed, "change it or parallelism.tp"))
+    for key, size, fix in _tp_sizes(loaded):
+        most = -(-size // tp)
+        if (tp - 1) * most >= size:
+            what = f"{size}, which is cut into {-(-size // most)} parts of at most {most}"
+            problems.append(_problem(loaded, key, f"enough for {tp} tensor parallel ranks", fix, what))
+    return problems
+
+
+def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str]]:
+    """What is cut over tp and need not divide: key, size, how to change it."""
+    model, tp = loaded.config.model, loaded.config.parallelism.tp
+    return [
+        ("model.ffn_dim", model.ffn_dim, f"set it to a multiple of {tp}"),
+        ("model.vocab_size", model.padded_vocab_size, f"set model.vocab_pad_multiple to a multiple of {tp}"),
+    ]
+
+
+def _lost_shards(loaded: Loaded, layout: Layout) -> list[Problem]:
+    allowed = f"a size that torch can cut over tp = {layout.tp} and then dp_shard x cp = {layout.fsdp}"
+    return [
+        _problem(loaded, key, allowed, fix, f"{size} (padded)" if key == "model.vocab_size" else None)
+        for key, size, fix in _tp_sizes(loaded)
+        if not shards_are_found(size, layout.tp, layout.fsdp)
+    ]
+
+
 RULES: tuple[Rule, ...] = (
     _available_degrees,
+    _tensor_parallel,
     _empty_texts,
     _heads,
     _rope_scaling,

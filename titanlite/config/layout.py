@@ -167,6 +167,22 @@ def parameter_counts(model: ModelConfig) -> ParameterCounts:
     return ParameterCounts(layers + norms + embedding + output, embedding, output, layers + embedding, norms)
 
 
+def shards_are_found(size: int, tp: int, fsdp: int) -> bool:
+    """Whether torch (2.13) knows where the pieces of a dimension are that is cut over tp and each part over fsdp.
+
+    For the place of a piece, in initial weights and checkpoints, it adds up the pieces that one fsdp coordinate has of
+    all tp parts and cuts that sum over tp again. That can come out otherwise when a tp part is shorter than the others.
+    """
+    pieces = [_cut(part, fsdp) for part in _cut(size, tp)]
+    return all(list(mine) == _cut(sum(mine), tp) for mine in zip(*pieces, strict=True))
+
+
+def _cut(size: int, parts: int) -> list[int]:
+    """Sizes of the parts as torch.chunk makes them, those it leaves out as 0."""
+    most = -(-size // parts)
+    return [max(0, min(most, size - i * most)) for i in range(parts)]
+
+
 def divisors(n: int) -> list[int]:
     """All divisors of n > 0, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]

@@ -1,7 +1,8 @@
 """The building blocks that are not attention: Linear, Embedding, RMSNorm, SwiGLU MLP.
 
 Parameters are fp32 (or the dtype that FSDP's mixed precision all-gathers them in); every module casts its weight to
-the dtype of the activations where it is used, so one process, DDP and FSDP compute the same.
+the dtype of the activations where it is used, so one process, DDP and FSDP compute the same. What a module computes is
+a function of its input and weight (linear, embed, rms_norm), which a tensor-parallel rank calls with its part.
 The autograd functions here exist for CPU eager mode, where torch has no fused kernel for them: they keep fewer
 tensors and make fewer passes over memory. Compiled code and CUDA use torch's own operators.
 """
@@ -30,7 +31,11 @@ class Linear(nn.Linear):
         """Nothing: init.py fills weights, and torch's generator is left alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
 
 
 class _EmbeddingFunction(torch.autograd.Function):
@@ -60,10 +65,13 @@ class Embedding(nn.Embedding):
         """Nothing: init.py fills weights, and torch's generator is left alone."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-            return _EmbeddingFunction.apply(tokens, weight).to(self.output_dtype)  # CPU would sum in bf16
-        return F.embedding(tokens, weight).to(self.output_dtype)
+        return embed(tokens, self.weight, self.output_dtype)
+
+
+def embed(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        return _EmbeddingFunction.apply(tokens, weight).to(dtype)  # CPU would sum in bf16
+    return F.embedding(tokens, weight).to(dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -102,10 +110,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if use_own_kernels(x):
-            return _RMSNormFunction.apply(x, weight, self.eps)
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    weight = weight.to(x.dtype)
+    if use_own_kernels(x):
+        return _RMSNormFunction.apply(x, weight, eps)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class MLP(nn.Module):

@@ -1,6 +1,6 @@
 """The Llama-style decoder on plain local tensors. It knows nothing of meshes; parallelism uses its seams:
-layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, and positions and documents as
-arguments.
+layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, `Transformer.sequence_parts`, and
+positions and documents as arguments.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Transformer(nn.Module):
 
     compute_dtype: dtype of the activations. loss_chunk_tokens: as in cross_entropy_sum. layers: global indices of the
     layers held here (default all). Weights are uninitialised: use init.py. After meta -> to_empty, init_buffers.
+    sequence_parts: tensor-parallel ranks that share a sequence's hidden states, each [B, S / parts, dim]; all of them
+    have all S tokens, labels, positions and documents.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Transformer(nn.Module):
         self.compute_dtype = compute_dtype
         self.has_embedding = has_embedding
         self.has_head = has_head
+        self.sequence_parts = 1
         rows = config.padded_vocab_size
         # A tied head without the embedding (last pipeline stage) holds its own copy of the table under the same name.
         needs_table = has_embedding or (has_head and config.tie_word_embeddings)
@@ -126,7 +129,7 @@ class Transformer(nn.Module):
         else:
             h = tokens_or_h.to(self.compute_dtype)
         if positions is None:
-            positions = torch.arange(h.shape[1], device=h.device)
+            positions = torch.arange(h.shape[1] * self.sequence_parts, device=h.device)
         cos, sin = rope_tables(positions, self.rope_frequencies)
         mask = None if documents is None else document_mask(documents, self.compute_dtype)  # one for all layers
         for block in self.layers.values():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import MethodType
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,13 +20,13 @@ def apply_activation_checkpoint(blocks: Iterable[nn.Module], config: ActivationC
     """
     if config.mode == "full":
         for block in blocks:
-            block.forward = MethodType(_forward_and_forget, block)
+            block.forward = partial(_forward_and_forget, block.forward)
 
 
-def _forward_and_forget(block: nn.Module, *args: Any) -> Any:
-    """The forward of the block's class, its activations not kept.
+def _forward_and_forget(forward: Callable[..., Any], *args: Any) -> Any:
+    """A block's forward, its activations not kept.
 
     A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
     Blocks draw no random numbers, so no generator state is kept.
     """
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)

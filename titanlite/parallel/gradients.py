@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 # Elements whose squares torch's CPU kernel may add up in float32: it adds one after the other, and is off by 1e-5 at
@@ -73,7 +73,7 @@ def global_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         if isinstance(key, tuple):
             mesh, placements = key
             for axis, placement in enumerate(placements):
-                if isinstance(placement, Shard):
+                if not placement.is_replicate():  # Shard, or FSDP's _StridedShard, which is no Shard
                     dist.all_reduce(square, group=mesh.get_group(axis))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()

@@ -1,7 +1,7 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Build on meta -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial weights. DDP cannot
-wrap meta tensors: there materialising comes before wrapping.
+Build on meta -> tensor parallelism -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial
+weights. DDP cannot wrap meta tensors: there materialising comes before wrapping.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from titanlite.model.transformer import Transformer
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.data_parallel import Replicated, Sharded, Single
 from titanlite.parallel.runtime import Ranks
+from titanlite.parallel.tensor_parallel import apply_tensor_parallel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Batch = Mapping[str, torch.Tensor]
@@ -100,9 +101,15 @@ def parallelize(
     reduce_dtype = DTYPES[training.mixed_precision_reduce]
     with torch.device("meta"):
         model = Transformer(model_config, compute_dtype=param_dtype, loss_chunk_tokens=training.loss_chunk_tokens)
+    if ranks.layout.tp > 1:
+        apply_tensor_parallel(model, ranks.meshes, model_config)
     blocks = list(model.layers.values())
+    if compile_config.enable and ranks.layout.tp > 1:
+        # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails.
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
     apply_activation_checkpoint(blocks, activation_checkpoint)
-    if compile_config.enable:
+    if compile_config.enable and ranks.layout.tp == 1:
         _compile(blocks)
 
     strategy: Single | Replicated | Sharded

@@ -26,7 +26,37 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["--parallelism.tp=2"], "parallelism.tp", "got 2; allowed: 1: this form of parallelism is not available yet"),
+        (["--parallelism.pp=2"], "parallelism.pp", "got 2; allowed: 1: this form of parallelism is not available yet"),
+        (
+            ["--parallelism.tp=3", "--training.seq_len=33"],
+            "parallelism.tp",
+            "got 3; allowed: one of [1, 2, 4]: it divides n_heads = 4",
+        ),
+        (
+            ["--parallelism.tp=4", "--model.n_heads=12", "--model.n_kv_heads=6", "--model.head_dim=8"],
+            "parallelism.tp",
+            "got 4; allowed: one of [1, 2, 3, 6, 12]: it divides n_heads = 12, and divides or is divided by n_kv_",
+        ),
+        (
+            ["--parallelism.tp=4", "--training.seq_len=18"],
+            "training.seq_len",
+            "got 18; allowed: a multiple of tp = 4, the parts of a sequence",
+        ),
+        (
+            ["--parallelism.tp=4", "--model.ffn_dim=9"],
+            "model.ffn_dim",
+            "got 9, which is cut into 3 parts of at most 3; allowed: enough for 4 tensor parallel ranks",
+        ),
+        (
+            [
+                "--parallelism.tp=4",
+                "--model.vocab_size=9",
+                "--model.vocab_pad_multiple=1",
+                "--tokenizer.path=small.model",
+            ],
+            "model.vocab_size",
+            "fix: set model.vocab_pad_multiple to a multiple of 4",
+        ),
         (["--parallelism.dp_shard=0"], "parallelism.dp_shard", "-1, or an integer > 0"),
         (["--data.document_mask=true", "--tokenizer.add_eos=false"], "data.document_mask", "tokenizer.add_eos = true"),
         (["--data.sources=[{path='a', validation_path='a'}]"], "data.sources.0.validation_path", "another path than"),
@@ -78,6 +108,8 @@ def test_legal_edges(make: Make) -> None:
         ["--model.dim=66", "--model.head_dim=16"],
         ["--model.rope_scaling.high_freq_factor=1"],
         ["--model.vocab_size=300", "--tokenizer.path=small.model"],
+        ["--parallelism.tp=2", "--model.ffn_dim=7", "--model.vocab_pad_multiple=1", "--model.vocab_size=4097"],
+        ["--parallelism.tp=2", "--model.n_kv_heads=1"],
     ):
         assert static_problems(make(*overrides), 2) == []
 
@@ -91,8 +123,8 @@ def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> Non
 
 
 def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
-    assert NOT_AVAILABLE == ("tp", "pp", "cp", "ep")
-    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 16)
+    assert NOT_AVAILABLE == ("pp", "cp", "ep")
+    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 8)
     assert [problem.key for problem in problems] == [f"parallelism.{name}" for name in NOT_AVAILABLE]
 
 
@@ -109,10 +141,22 @@ def test_rules_of_the_world(make: Make) -> None:
     assert problem.key == "training.global_batch_size"  # the degrees tell the world
 
 
+def test_sizes_that_tp_and_fsdp_cannot_cut_together(make: Make) -> None:
+    odd = ("--parallelism.tp=2", "--model.ffn_dim=37", "--model.vocab_size=4099", "--model.vocab_pad_multiple=1")
+    assert static_problems(make(*odd), 2) == []
+    assert static_problems(make(*odd), 4) == []
+    problems = static_problems(make(*odd), 6)
+    assert [problem.key for problem in problems] == ["model.ffn_dim", "model.vocab_size"]
+    assert "got 37; allowed: a size that torch can cut over tp = 2 and then dp_shard x cp = 3" in str(problems[0])
+    assert (
+        "got 4099 (padded)" in str(problems[1]) and "set model.vocab_pad_multiple to a multiple of 2" in problems[1].fix
+    )
+
+
 def test_all_rules_report_at_once(make: Make) -> None:
-    loaded = make("--parallelism.tp=2", "--model.n_kv_heads=3", "--lr_scheduler.warmup_steps=11", "--model.head_dim=3")
+    loaded = make("--parallelism.pp=2", "--model.n_kv_heads=3", "--lr_scheduler.warmup_steps=11", "--model.head_dim=3")
     problems = static_problems(loaded, 1)
-    keys = ["parallelism.tp", "model.head_dim", "model.n_kv_heads", "lr_scheduler.warmup_steps", "parallelism"]
+    keys = ["parallelism.pp", "model.head_dim", "model.n_kv_heads", "lr_scheduler.warmup_steps", "parallelism"]
     assert [problem.key for problem in problems] == keys
 
 

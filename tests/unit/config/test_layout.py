@@ -17,6 +17,7 @@ from titanlite.config.layout import (
     plan_batch,
     resolve_layout,
     resolve_zero_stage,
+    shards_are_found,
 )
 from titanlite.config.load import Loaded, load
 from titanlite.config.problems import InputError, Problem
@@ -211,3 +212,11 @@ def test_padded_vocabulary_and_head_dim(make: Callable[..., Loaded]) -> None:
     assert (model.padded_vocab_size, model.resolved_head_dim) == (4224, 16)
     model = make("--model.vocab_pad_multiple=1", "--model.head_dim=32").config.model
     assert (model.padded_vocab_size, model.resolved_head_dim) == (4096, 32)
+
+
+def test_shards_are_found_when_tp_divides() -> None:
+    for tp in range(1, 9):
+        for fsdp in range(1, 9):
+            assert all(shards_are_found(size, tp, fsdp) for size in range(tp, 20 * tp, tp))
+    assert all(shards_are_found(size, tp, 1) for size in range(1, 40) for tp in range(1, 9)), "or fsdp is 1"
+    assert not shards_are_found(7, 2, 3)  # parts 4, 3; pieces 2, 2, 0 and 1, 1, 1: torch gives the last 1 to part 0
