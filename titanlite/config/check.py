@@ -23,7 +23,7 @@ from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 
-NOT_AVAILABLE = ("tp", "pp", "cp", "ep")  # degrees that cannot be above 1 yet
+NOT_AVAILABLE = ("tp", "pp", "ep")  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
 
@@ -162,6 +162,23 @@ def _document_mask(loaded: Loaded) -> list[Problem]:
     return [_problem(loaded, "data.document_mask", "false while tokenizer.add_bos and add_eos are false", fix)]
 
 
+def _context_parallel(loaded: Loaded) -> list[Problem]:
+    config, parallelism = loaded.config, loaded.config.parallelism
+    if parallelism.cp == 1:
+        return []
+    problems = []
+    chunks, length = 2 * parallelism.cp * parallelism.tp, config.training.seq_len
+    if length % chunks:
+        allowed = f"a multiple of 2 x cp x tp = {chunks}: every cp rank holds two chunks of each sequence"
+        below, above = length // chunks * chunks, -(-length // chunks) * chunks
+        fix = f"set it to {f'{below} or {above}' if below else above}, or change parallelism.cp"
+        problems.append(_problem(loaded, "training.seq_len", allowed, fix))
+    if config.data.document_mask and parallelism.cp_method == "ring":
+        allowed = '"allgather" while data.document_mask is true: the ring\'s kernels take no mask'
+        problems.append(_problem(loaded, "parallelism.cp_method", allowed, "--parallelism.cp_method allgather"))
+    return problems
+
+
 def _folders(loaded: Loaded) -> list[Problem]:
     config = loaded.config
     if os.path.realpath(run_folder(loaded)) != os.path.realpath(config.data.cache_dir):
@@ -180,6 +197,7 @@ RULES: tuple[Rule, ...] = (
     _sources,
     _validation,
     _document_mask,
+    _context_parallel,
     _folders,
 )
 
@@ -378,6 +396,8 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
         found.append(f"parallelism.zero_stage = {config.parallelism.zero_stage}: ignored, {why} shards nothing.")
     if config.training.mixed_precision_reduce != "float32" and layout.world_size == 1:
         found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
+    if layout.cp == 1 and config.parallelism.cp_method != "ring":
+        found.append("parallelism.cp_method: ignored while parallelism.cp is 1.")
     try:
         plan = plan_batch(config.training, layout)
     except InputError:
