@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness.distributed import WorkerFailed, run_distributed
 from tests.harness.training import largest_error, merge, run_training
-from tests.unit.model.helpers import batch, small_config, small_model
+from tests.unit.model.helpers import batch, gradients, small_config, small_model
 from titanlite.config.layout import resolve_layout
 from titanlite.config.schema import ActivationCheckpointConfig, ParallelismConfig
 from titanlite.model import attention
@@ -75,7 +75,9 @@ def with_gradients(attend: Callable[..., Tensor], tensors: list[Tensor], *more: 
 def reference(case: Case, masked: bool) -> list[Tensor]:
     """SDPA's result on the whole sequence, in float32."""
     tensors = [x.float() for x in whole(case)]
-    return with_gradients(causal_attention, tensors, document_mask(documents_of(case), torch.float32) if masked else None)
+    return with_gradients(
+        causal_attention, tensors, document_mask(documents_of(case), torch.float32) if masked else None
+    )
 
 
 def part(x: Tensor, dim: int = 2) -> Tensor:
@@ -229,7 +231,7 @@ def _order() -> tuple[list[str], list[str]]:
             log.append("compute")
             return super().backward(*args)
 
-    dist.batch_isend_irecv = watched
+    dist.batch_isend_irecv = watched  # type: ignore[assignment]
     context_parallel.kernel_for = lambda q: Logged()
     tensors = [part(x) for x in whole(Case(*GQA, 64, dtype=torch.bfloat16))]
     q, k, v = (x.requires_grad_() for x in tensors[:3])
@@ -255,7 +257,7 @@ def _bytes_sent(case: Case) -> int:
         sent[0] += operations[0].tensor.numel() * operations[0].tensor.element_size()
         return post(operations)
 
-    dist.batch_isend_irecv = counting
+    dist.batch_isend_irecv = counting  # type: ignore[assignment]
     with_gradients(ring_attention, [part(x) for x in whole(case)], dist.group.WORLD)
     return sent[0]
 
@@ -364,8 +366,8 @@ def test_every_token_is_on_one_rank_of_cp() -> None:
         assert mine["positions"].tolist() == [0, 1, 6, 7] and other["positions"].tolist() == [2, 3, 4, 5]
         assert mine_count + other_count == 13, "targets are counted once"
         for key in ("tokens", "labels", "documents"):
-            for batch in (mine, other):
-                assert torch.equal(batch[key], records[first][0][f"whole {key}"][:, batch["positions"]])
+            for cut in (mine, other):
+                assert torch.equal(cut[key], cut[f"whole {key}"][:, cut["positions"]])
         assert mine["sample_ids"].tolist() == other["sample_ids"].tolist() == [5, 6]
 
 
@@ -420,7 +422,7 @@ def _compiled(method: Any, recompute: bool) -> None:
         loss = model(**inputs)
         loss.backward()
         losses.append(loss.detach())
-        grads.append({name: p.grad for name, p in model.named_parameters()})
+        grads.append(gradients(model))
     assert torch.allclose(losses[0], losses[1], rtol=1e-6)
     error, name = largest_error(grads[1], grads[0])
     assert error < 1e-5, name
@@ -439,7 +441,7 @@ def _masks_made(method: Any) -> int:
         made[0] += 1
         return right(self, *args)
 
-    AllGather.mask = counting  # type: ignore[method-assign]
+    AllGather.mask = counting  # type: ignore[method-assign, assignment]
     meshes = Meshes(resolve_layout(ParallelismConfig(cp=2), 2), "cpu")
     config = small_config()
     assert config.n_layers > 1
@@ -454,18 +456,20 @@ def _masks_made(method: Any) -> int:
 # ---- the whole run
 
 
-@pytest.mark.parametrize("sections", [{"cp": 2}, {"cp": 2, "cp_method": "allgather"}, {"cp": 2, "dp_shard": 2}], ids=str)
-def test_bfloat16_runs_agree_with_one_process(sections: dict[str, Any]) -> None:
-    """With the bounds that bf16 has for other layouts, tests/distributed/test_layouts.py."""
+def test_a_bfloat16_run_is_as_near_to_float32_as_one_process() -> None:
+    """Gradients by each parameter's largest. Measured: 3.6e-2 of one process, 4.5e-2 and 3.8e-2 of rings of 2 and 4."""
     bf16 = {"training": {"mixed_precision_param": "bfloat16"}}
-    expected = run_training(bf16, 1, steps=3)
-    parallelism = {"parallelism": {"dp_shard": 1} | sections}
-    got = run_training(merge(bf16, parallelism), 2 * sections.get("dp_shard", 1), steps=3)
-    assert got["init_hash"] == expected["init_hash"]
-    print(got["losses"], expected["losses"], largest_error(got["grads"], expected["grads"]))
-    assert got["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-3)
-    assert got["norms"][0] == pytest.approx(expected["norms"][0], rel=5e-3)
-    assert largest_error(got["grads"], expected["grads"]) < (1.5e-2, "")
+    exact, alone = run_training({}, 1), run_training(bf16, 1)
+    own_error, _ = largest_error(alone["grads"], exact["grads"])
+    for size, method in ((2, "ring"), (4, "ring"), (2, "allgather")):
+        parallelism = {"parallelism": {"dp_shard": 1, "cp": size, "cp_method": method}}
+        got = run_training(merge(bf16, parallelism), size)
+        assert got["init_hash"] == exact["init_hash"], "weights at rest are float32"
+        error, name = largest_error(got["grads"], exact["grads"])
+        print(size, method, error, name, own_error)
+        assert error < 1.5 * own_error
+        assert got["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-3)
+        assert got["norms"][0] == pytest.approx(alone["norms"][0], rel=5e-3)
 
 
 def test_more_ranks_than_some_parameters_have_rows() -> None:

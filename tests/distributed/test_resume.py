@@ -71,7 +71,9 @@ def event_steps(folder: Path, tag: str = "train/loss") -> list[int]:
     return [event.step for event in accumulator.Scalars(tag)]
 
 
-@pytest.mark.parametrize("name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2"])
+@pytest.mark.parametrize(
+    "name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2", "cp 4", "cp 2 gathered x fsdp 2"]
+)
 def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     unbroken = train(layout, text, tmp_path / "unbroken", STEPS)
@@ -124,6 +126,17 @@ def test_another_layout_goes_on_within_the_promise(text: Path, tmp_path: Path) -
     train(ONE_PROCESS, text, tmp_path / "one", STEPS)
     for name, steps in (("fsdp 2", 3), ("ddp 3", 6), ("accumulation 4", STEPS)):
         train(LAYOUTS[name], text, tmp_path / "many", steps)
+    for mine, other in zip(curve(tmp_path / "many"), curve(tmp_path / "one"), strict=True):
+        assert mine[0] == other[0] and mine[3:] == other[3:]
+        assert mine[1] == pytest.approx(other[1], rel=1e-6)
+        assert mine[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def test_context_parallel_runs_go_on_in_one_process_and_back(text: Path, tmp_path: Path) -> None:
+    """Also with gathered keys. Curves include the samples consumed."""
+    train(ONE_PROCESS, text, tmp_path / "one", STEPS)
+    for name, steps in (("cp 2 x fsdp 2", 3), ("one", 5), ("cp 2", 7), ("cp 4 gathered", STEPS)):
+        train(LAYOUTS.get(name, ONE_PROCESS), text, tmp_path / "many", steps)
     for mine, other in zip(curve(tmp_path / "many"), curve(tmp_path / "one"), strict=True):
         assert mine[0] == other[0] and mine[3:] == other[3:]
         assert mine[1] == pytest.approx(other[1], rel=1e-6)

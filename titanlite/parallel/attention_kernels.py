@@ -99,12 +99,12 @@ class CudaEfficient:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # As the kernel's forward leaves it, dense in [B, L, H, D]: a block's out may be a slice of a longer one.
-        grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
         lse = F.pad(lse, (0, -lse.shape[-1] % self.LSE_ROWS), value=math.inf)
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # the generator's state, for dropout
         k_, v_ = _repeated(q, k, v)
         grad_, q_, k_, v_, out_ = _padded(grad, q, k_, v_, out)
+        # As the kernel's forward leaves it, dense in [B, L, H, D]: a block's out may be a slice of a longer one.
+        grad_, out_ = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_, out_))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_,
             q_,

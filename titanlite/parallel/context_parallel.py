@@ -15,7 +15,7 @@ Both are custom operators, so that torch.compile keeps a block in one graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -284,7 +284,8 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _group(name: str) -> dist.ProcessGroup:
     """The process group of a name. Private in torch (seen working on 2.13.0); operators take no groups."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
+    return resolve(name)
 
 
 @torch.library.custom_op("titanlite::ring_attention", mutates_args=())

@@ -1,7 +1,7 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Build on meta -> context parallelism -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial weights. DDP cannot
-wrap meta tensors: there materialising comes before wrapping.
+Build on meta -> context parallelism -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial
+weights. DDP cannot wrap meta tensors: there materialising comes before wrapping.
 """
 
 from __future__ import annotations
