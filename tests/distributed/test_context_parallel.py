@@ -186,19 +186,22 @@ def _again(method: str) -> None:
 
 
 class _Watched:
-    """A request that notes when it is waited for."""
+    """A request that knows whether it was waited for."""
 
     def __init__(self, request: dist.Work, note: Callable[[], None]) -> None:
         self._request, self._note = request, note
+        self.waited = False
 
     def wait(self) -> None:
+        self.waited = True
         self._note()
         self._request.wait()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_next_exchange_is_posted_before_computing(size: int) -> None:
-    for forward, backward in run_distributed(_order, size):
+    for forward, backward, all_waited in run_distributed(_order, size):
+        assert all_waited
         hops = size - 1
         assert forward == ["post", *["compute", "wait", "post"] * (hops - 1), "compute", "wait", "compute"]
         # The gradients follow one hop behind: waited for only after the next block's are there.
@@ -208,8 +211,9 @@ def test_the_next_exchange_is_posted_before_computing(size: int) -> None:
         assert backward == [*first, *middle * (hops - 1), *last]
 
 
-def _order() -> tuple[list[str], list[str]]:
+def _order() -> tuple[list[str], list[str], bool]:
     log: list[str] = []
+    posted: list[_Watched] = []
     post, kernel = dist.batch_isend_irecv, attention_kernels.CpuFlash
 
     def watched(operations: list[dist.P2POp]) -> list[_Watched]:
@@ -220,7 +224,8 @@ def _order() -> tuple[list[str], list[str]]:
         requests = post(operations)
         notes: list[Callable[[], None]] = [lambda: log.append(f"wait{what}"), lambda: None]
         assert len(requests) == 2
-        return [_Watched(request, note) for request, note in zip(requests, notes, strict=True)]
+        posted.extend(_Watched(request, note) for request, note in zip(requests, notes, strict=True))
+        return posted[-2:]
 
     class Logged(kernel):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any) -> Any:
@@ -238,7 +243,7 @@ def _order() -> tuple[list[str], list[str]]:
     out = ring_attention(q, k, v, dist.group.WORLD)  # type: ignore[arg-type]
     forward = log.copy()
     out.backward(tensors[3])
-    return forward, log[len(forward) :]
+    return forward, log[len(forward) :], all(request.waited for request in posted)
 
 
 def test_bytes_sent_are_what_the_docs_say() -> None:

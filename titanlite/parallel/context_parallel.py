@@ -79,8 +79,9 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh, method: Method)
     else:
         attend = AllGather(mesh.get_group())
         model.attention_mask = attend.mask
-    for block in model.layers.values():
-        block.attention.attend = attend
+    for module in model.modules():
+        if isinstance(module, attention.Attention):
+            module.attend = attend
 
 
 class Ring:
@@ -185,6 +186,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """out as q and lse [B, H, L], float32 (float64 for float64)."""
     rank, size, kernel = dist.get_rank(group), dist.get_world_size(group), kernel_for(q)
+    assert q.shape[2] % 2 == 0, "a rank holds two chunks of equal length"
     kv = _stacked(k, v)
     exchange: Exchange | None = None
     out, lse = _empty_like_heads(q, _accumulator(q)), q.new_empty(q.shape[:3], dtype=_accumulator(q))
