@@ -276,8 +276,9 @@ class Trainer:
         """One optimizer step on this rank's slice of the step's samples. Nothing in it waits for the device."""
         config = self.config
         lr = lr_at(self.state.step + 1, config.optimizer.lr, config.lr_scheduler)
-        loss_sum = self.model.forward_backward(microbatches)
-        targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in microbatches)  # on the host, as labels are
+        batches = [self.model.shard(batch) for batch in microbatches]
+        loss_sum = self.model.forward_backward(batches)
+        targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)  # on the host, as labels are
         totals = self.ranks.sum_over_data(torch.stack([loss_sum, loss_sum.new_full((), targets)]))
         loss = totals[0] / totals[1]
         stats = gradients.finish(self.parameters.values(), totals[1], config.training.max_norm)
@@ -338,7 +339,8 @@ class Trainer:
             for batch in self.validation.batches(
                 self.ranks.data_rank, self.ranks.data_size, self.config.training.local_batch_size
             ):
-                batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in batch.items()}
+                part = self.model.shard(batch)
+                batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in part.items()}
                 labels = batch["labels"]
                 valid = labels != IGNORED
                 sums[0] += self.model.evaluate(batch)

@@ -71,7 +71,9 @@ def event_steps(folder: Path, tag: str = "train/loss") -> list[int]:
     return [event.step for event in accumulator.Scalars(tag)]
 
 
-@pytest.mark.parametrize("name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2"])
+@pytest.mark.parametrize(
+    "name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2", "cp 4", "cp 2 gathered x fsdp 2"]
+)
 def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     unbroken = train(layout, text, tmp_path / "unbroken", STEPS)
@@ -150,6 +152,17 @@ def test_tensor_parallelism_goes_on_from_other_layouts_and_they_from_it(text: Pa
     for layout, steps in zip(layouts, (3, 5, 7, STEPS), strict=True):
         train(layout, text, tmp_path / "many", steps, HEADS_8)
     assert_same_curve(tmp_path / "many", tmp_path / "one")
+
+
+def test_context_parallel_runs_go_on_in_one_process_and_back(text: Path, tmp_path: Path) -> None:
+    """Also with gathered keys. Curves include the samples consumed."""
+    train(ONE_PROCESS, text, tmp_path / "one", STEPS)
+    for name, steps in (("cp 2 x fsdp 2", 3), ("one", 5), ("cp 2", 7), ("cp 4 gathered", STEPS)):
+        train(LAYOUTS.get(name, ONE_PROCESS), text, tmp_path / "many", steps)
+    for mine, other in zip(curve(tmp_path / "many"), curve(tmp_path / "one"), strict=True):
+        assert mine[0] == other[0] and mine[3:] == other[3:]
+        assert mine[1] == pytest.approx(other[1], rel=1e-6)
+        assert mine[2] == pytest.approx(other[2], rel=1e-5)
 
 
 def test_a_run_told_to_start_from_a_checkpoint_goes_on_when_started_again(text: Path, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from tests.unit.model.helpers import difference
 from tests.unit.model.test_document_mask import attended, heads, numbers
 from titanlite.config.schema import RunConfig
 from titanlite.model.attention import document_mask
+from titanlite.parallel import context_parallel
+from titanlite.parallel.attention_kernels import AttentionKernel, CpuFlash, CudaEfficient, CudaFlash, kernel_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -77,3 +79,62 @@ def test_bfloat16_on_cuda_learns(text: Path, reference: Record) -> None:
     record = on_cuda(text, 1, mixed_precision_param="bfloat16")[0]
     assert record.losses[0] == pytest.approx(reference.losses[0], rel=1e-2)
     assert record.losses[-1] == pytest.approx(reference.losses[-1], rel=5e-2)
+
+
+def half_precision(kernel: type[AttentionKernel]) -> torch.dtype:
+    return torch.bfloat16 if kernel is CudaFlash else torch.float32
+
+
+@pytest.mark.parametrize("kernel", [CudaFlash, CudaEfficient])
+@pytest.mark.parametrize("dim", [64, 10])  # 10: padded to 16
+@pytest.mark.parametrize(("n_heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("length", "keys"), [(256, 256), (33, 33), (40, 96), (1, 7)])  # as many: causal
+def test_kernels_of_ring_attention_are_sdpa(
+    kernel: type[AttentionKernel], dim: int, n_heads: int, kv_heads: int, length: int, keys: int
+) -> None:
+    """NOT RUN YET. Output, lse and gradients of a block against plain mathematics in float64 on the CPU."""
+    dtype, causal = half_precision(kernel), length == keys
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, length, n_heads), (2, keys, kv_heads), (2, keys, kv_heads), (2, length, n_heads)]
+    q, k, v, grad = (torch.randn((*s, dim), generator=generator).to(dtype).transpose(1, 2) for s in shapes)
+    exact = CpuFlash().forward(q.double(), k.double(), v.double(), causal)
+    exact_grads = CpuFlash().backward(
+        grad.double(), q.double(), k.double(), v.double(), exact[0], exact[1].contiguous(), causal
+    )
+    q, k, v, grad = (x.cuda() for x in (q, k, v, grad))
+    assert isinstance(kernel_for(q), kernel)
+    out, lse = kernel_for(q).forward(q, k, v, causal)
+    grads = kernel_for(q).backward(grad, q, k, v, out, lse.contiguous(), causal)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for got, wanted in zip((out, lse, *grads), (*exact, *exact_grads), strict=True):
+        assert got.shape == wanted.shape and difference(got.cpu().double(), wanted) < tolerance
+
+
+@pytest.mark.parametrize("kernel", [CudaFlash, CudaEfficient])
+def test_blocks_of_ring_attention_merge_on_cuda(kernel: type[AttentionKernel]) -> None:
+    """NOT RUN YET. Two halves of the keys, merged; each half's gradient with the merged out and lse."""
+    dtype = half_precision(kernel)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, grad = (torch.randn(2, 128, 4, 64, generator=generator).to("cuda", dtype).transpose(1, 2) for _ in "qkvg")
+    ring = kernel_for(q)
+    wanted, wanted_lse = ring.forward(q, k, v, False)
+    wanted_grads = ring.backward(grad, q, k, v, wanted, wanted_lse.contiguous(), False)
+    halves = [(k[:, :, :64], v[:, :, :64]), (k[:, :, 64:], v[:, :, 64:])]
+    blocks = [ring.forward(q, *half, False) for half in halves]
+    out, lse = blocks[0][0].float(), blocks[0][1].clone()
+    context_parallel.merge(out, lse, *blocks[1])
+    grads = [ring.backward(grad, q, *half, out.to(dtype), lse, False) for half in halves]
+    got = (out, lse, grads[0][0] + grads[1][0], *(torch.cat((grads[0][i], grads[1][i]), dim=2) for i in (1, 2)))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for mine, one in zip(got, (wanted, wanted_lse, *wanted_grads), strict=True):
+        assert difference(mine.float(), one.float()) < tolerance
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+def test_context_parallelism_on_cuda_follows_the_cpu(method: str, text: Path, reference: Record) -> None:
+    """NOT RUN YET. NCCL's exchanges, the efficient kernel."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    parallelism: Sections = {"parallelism": {"dp_shard": 1, "cp": 2, "cp_method": method}}
+    found = worst(on_cuda(text, 2, parallelism), reference)
+    assert found["loss"] < 1e-5 and found["norm"] < 1e-4, found

@@ -136,6 +136,7 @@ def train_step(
 ) -> tuple[float, gradients.GradientStats, torch.Tensor]:
     """One optimizer step. Returns the loss per valid target, the gradient statistics, and the number of targets."""
     model.zero_grad()
+    batches = [model.shard(batch) for batch in batches]
     count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
     tokens = ranks.sum_over_data(torch.tensor(float(count), device=ranks.device))
     loss = ranks.sum_over_data(model.forward_backward(batches))

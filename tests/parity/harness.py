@@ -109,8 +109,24 @@ LAYOUTS: dict[str, Layout] = {
     "hsdp 2x2, zero 2, accumulation 2": _layout(4, _microbatches(3), dp_replicate=2, dp_shard=2, zero_stage=2),
     "hsdp 2x2, zero 1, accumulation 2": _layout(4, _microbatches(3), dp_replicate=2, dp_shard=2, zero_stage=1),
     "hsdp 3x2": _layout(6, dp_replicate=3, dp_shard=2),
+    "cp 2": _layout(2, cp=2),
+    "cp 4": _layout(4, cp=4),
+    "cp 2, accumulation 2": _layout(2, _microbatches(12), cp=2),
+    "cp 2 x fsdp 2": _layout(4, cp=2, dp_shard=2),
+    "cp 2 x fsdp 2, zero 2, accumulation 2": _layout(4, _microbatches(6), cp=2, dp_shard=2, zero_stage=2),
+    "cp 2 x fsdp 2, zero 1, accumulation 2": _layout(4, _microbatches(6), cp=2, dp_shard=2, zero_stage=1),
+    "cp 2 x replicas 2": _layout(4, cp=2, dp_replicate=2),
+    "cp 2 gathered": _layout(2, cp=2, cp_method="allgather"),
+    "cp 4 gathered": _layout(4, cp=4, cp_method="allgather"),
+    "cp 2 gathered x fsdp 2": _layout(4, cp=2, cp_method="allgather", dp_shard=2),
 }
-for _name in ("fsdp 2, accumulation 2", "ddp 2, accumulation 4", "hsdp 2x2"):
+for _name in (
+    "fsdp 2, accumulation 2",
+    "ddp 2, accumulation 4",
+    "hsdp 2x2",
+    "cp 2, accumulation 2",
+    "cp 2 gathered x fsdp 2",
+):
     _plain = LAYOUTS[_name]
     LAYOUTS[f"{_name}, full recomputation"] = Layout(
         _plain.world_size, merge(_plain.sections, {"activation_checkpoint": {"mode": "full"}})
@@ -149,13 +165,16 @@ TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
 
 @dataclass
 class Record:
-    """What a run of the trainer did, as whole tensors and Python floats; `sample_ids`: of this rank, step by step."""
+    """What a run of the trainer did, as whole tensors and Python floats.
 
+    sample_ids, tokens: of this rank, step by step. data_rank: ranks that have the same one have the same samples.
+    """
+
+    data_rank: int = 0
     init_hash: str = ""
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
     lrs: list[float] = dataclasses.field(default_factory=list)
-    data_rank: int = 0  # ranks with the same one have the same samples
     validation: list[dict[str, float]] = dataclasses.field(default_factory=list)
     sample_ids: list[list[int]] = dataclasses.field(default_factory=list)
     tokens: list[Tensor] = dataclasses.field(default_factory=list)
@@ -167,7 +186,7 @@ class Recorder(Trainer):
 
     def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
         super().__init__(config, ranks)
-        self.record = Record(tensors_hash(full_tensors(self.parameters).items()), data_rank=ranks.data_rank)
+        self.record = Record(ranks.data_rank, tensors_hash(full_tensors(self.parameters).items()))
         step, self.optimizer.step = self.optimizer.step, self._step  # type: ignore[method-assign]
         self._optimizer_step = step
 
@@ -227,15 +246,14 @@ def deviations(records: Sequence[Record], reference: Record) -> list[str]:
         error, name = largest_error(record.gradients, reference.gradients)
         if not error <= GRADIENT_TOLERANCE:
             found.append(f"rank {rank}: gradient of {name} off by {error:.2e}")
-    readers = {record.data_rank: record for record in records}
+    different = {record.data_rank: record for record in reversed(records)}
+    parts = [different[data_rank] for data_rank in sorted(different)]
     for rank, record in enumerate(records):
-        if record.sample_ids != readers[record.data_rank].sample_ids:
-            found.append(f"rank {rank}: other samples than its tensor-parallel neighbour's")
+        if record.sample_ids != different[record.data_rank].sample_ids:
+            found.append(f"rank {rank}: other samples than another rank of data rank {record.data_rank}")
     for step, ids in enumerate(reference.sample_ids):
-        mine = [number for record in readers.values() for number in record.sample_ids[step]]
-        if mine != ids or not torch.equal(
-            torch.cat([r.tokens[step] for r in readers.values()]), reference.tokens[step]
-        ):
+        mine = [number for record in parts for number in record.sample_ids[step]]
+        if mine != ids or not torch.equal(torch.cat([r.tokens[step] for r in parts]), reference.tokens[step]):
             found.append(f"step {step + 1}: samples {mine[:8]}…, not {ids[:8]}…, or other tokens in them")
             break
     return found

@@ -25,7 +25,15 @@ from titanlite.data.prepare import PreparedData
 from titanlite.model import attention, transformer
 from titanlite.model.layers import Linear, RMSNorm
 from titanlite.optim import optimizer
-from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runtime, tensor_parallel
+from titanlite.parallel import (
+    context_parallel,
+    data_parallel,
+    gradients,
+    mesh,
+    parallelize,
+    runtime,
+    tensor_parallel,
+)
 
 
 @dataclass(frozen=True)
@@ -461,3 +469,137 @@ def norm_takes_strided_shards_for_copies() -> None:
 @fault("tp 2")
 def norm_counts_what_all_tp_ranks_hold_twice() -> None:
     _norm_with(Replicate, False)
+
+
+# ---- context parallelism
+
+
+@fault("cp 2")
+def targets_are_counted_once_per_cp_rank() -> None:
+    right = runtime.Ranks.sum_over_data
+
+    def counted_before_the_cut(self: Any, t: Tensor) -> Tensor:
+        return right(self, t * t.new_tensor([1.0, 2.0]) if t.numel() == 2 else t)  # [loss, targets] of a step
+
+    _set(runtime.Ranks, "sum_over_data", counted_before_the_cut)
+
+
+@fault("cp 2")
+def loss_is_not_summed_over_cp() -> None:
+    _set(mesh.Meshes, "_loss", lambda self: self.batch)
+
+
+@fault("cp 2 x fsdp 2")
+def gradients_are_not_summed_over_cp() -> None:
+    _set(mesh.Meshes, "hsdp", property(lambda self: self.batch))
+
+
+@fault("cp 4")
+def two_chunks_are_swapped() -> None:
+    # Ranks 0 and 1 have each other's second chunk: all tokens are there, and every rank thinks that it is right.
+    right = context_parallel.zigzag_chunks
+
+    def swapped(rank: int, size: int) -> tuple[int, int]:
+        return right(rank, size)[0], right({0: 1, 1: 0}.get(rank, rank), size)[1]
+
+    _set(context_parallel, "zigzag_chunks", swapped)
+
+
+@fault("cp 2")
+def chunks_are_not_in_zigzag_order() -> None:
+    _set(context_parallel, "zigzag_chunks", lambda rank, size: (2 * rank, 2 * rank + 1))
+
+
+@fault("cp 2")
+def positions_start_at_zero_on_every_rank() -> None:
+    right = context_parallel.shard_sequence
+
+    def unsharded(*args: Any) -> Any:
+        batch = right(*args)
+        return batch | {"positions": torch.arange(len(batch["positions"]))}
+
+    _set(parallelize, "shard_sequence", unsharded)
+
+
+@fault("cp 2")
+def labels_are_shifted_after_the_cut() -> None:
+    right = context_parallel.shard_sequence
+
+    def shifted(*args: Any) -> Any:
+        batch = right(*args)
+        labels = batch["tokens"].roll(-1, dims=1)
+        labels[:, -1] = batch["labels"][:, -1]
+        return batch | {"labels": torch.where(batch["labels"] == loader.IGNORED, batch["labels"], labels)}
+
+    _set(parallelize, "shard_sequence", shifted)
+
+
+@fault("cp 4")
+def key_gradients_stop_one_hop_before_home() -> None:
+    right = context_parallel.ring_backward
+
+    def abroad(*args: Any) -> tuple[Tensor, Tensor]:
+        dq, dkv = right(*args)
+        for _ in range(dist.get_world_size(args[-1]) - 1):  # and one more hop would be home again
+            dkv = context_parallel.Exchange(dkv, args[-1]).wait()
+        return dq, dkv
+
+    _set(context_parallel, "ring_backward", abroad)
+
+
+@fault("cp 2")
+def merging_keeps_the_old_logsumexp() -> None:
+    right = context_parallel.merge
+    _set(context_parallel, "merge", lambda out, lse, block, block_lse: right(out, lse.clone(), block, block_lse))
+
+
+@fault("cp 2")
+def merging_weighs_blocks_equally() -> None:
+    def mean(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
+        out.lerp_(block, 0.5)
+        lse.copy_(torch.logaddexp(lse, block_lse))
+
+    _set(context_parallel, "merge", mean)
+
+
+@fault("cp 2, accumulation 2, full recomputation")
+def recomputation_attends_to_the_own_keys_only() -> None:
+    right = context_parallel.ring_forward
+    calls = [0]
+
+    def lazy(q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+        # 3 blocks: 3 calls in the forward pass of a microbatch, then 3 in its recomputation.
+        recomputing = calls[0] % 6 >= 3
+        calls[0] += 1
+        return context_parallel.kernel_for(q).forward(q, k, v, True) if recomputing else right(q, k, v, group)
+
+    _set(context_parallel, "ring_forward", lazy)
+
+
+@fault("cp 2 gathered")
+def gathered_gradients_are_not_reduced() -> None:
+    def own(x: Tensor, group: Any) -> Tensor:
+        return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].clone()
+
+    _set(context_parallel, "scatter_sum", own)
+
+
+@fault("cp 2 gathered", masked=True)
+def documents_are_not_gathered() -> None:
+    right = context_parallel.gather_sequence
+
+    def own(x: Tensor, group: Any) -> Tensor:
+        return right(x, group) if x.is_floating_point() else x.repeat(1, dist.get_world_size(group))
+
+    _set(context_parallel, "gather_sequence", own)
+
+
+@fault("cp 2 gathered")
+def gathered_keys_are_masked_by_row_order() -> None:
+    right = context_parallel.AllGather.mask
+
+    def by_row(self: Any, documents: Any, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        mask = right(self, documents, positions, dtype)
+        return torch.full_like(mask, -torch.inf).triu(1)
+
+    _set(context_parallel.AllGather, "mask", by_row)

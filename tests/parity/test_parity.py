@@ -28,14 +28,22 @@ def test_layout_changes_nothing(name: str, text: Path, reference: Record, record
     assert not deviations(records, reference)
 
 
-@pytest.mark.parametrize("name", ["ddp 3", "fsdp 3", "hsdp 2x2, zero 2, accumulation 2", "accumulation 4"])
+@pytest.mark.parametrize("name", ["ddp 3", "fsdp 3", "hsdp 2x2, zero 2, accumulation 2", "accumulation 4", "cp 2"])
 def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, tied_reference: Record) -> None:
     assert not deviations(run(LAYOUTS[name], text, sections=TIED), tied_reference)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["ddp 2, accumulation 4", "fsdp 2, accumulation 2, full recomputation", "hsdp 2x2"],
+    [
+        "ddp 2, accumulation 4",
+        "fsdp 2, accumulation 2, full recomputation",
+        "hsdp 2x2",
+        "cp 2 gathered",
+        "cp 4 gathered",
+        "cp 2 gathered x fsdp 2",
+        "cp 2 gathered x fsdp 2, full recomputation",
+    ],
 )
 def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path, masked_reference: Record) -> None:
     records = run(LAYOUTS[name], text, sections=MASKED)

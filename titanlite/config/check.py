@@ -24,7 +24,7 @@ from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import expand
 
-NOT_AVAILABLE = ("pp", "cp", "ep")  # degrees that cannot be above 1 yet
+NOT_AVAILABLE = ("pp", "ep")  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
 
@@ -165,6 +165,23 @@ def _document_mask(loaded: Loaded) -> list[Problem]:
     return [_problem(loaded, "data.document_mask", "false while tokenizer.add_bos and add_eos are false", fix)]
 
 
+def _context_parallel(loaded: Loaded) -> list[Problem]:
+    config, parallelism = loaded.config, loaded.config.parallelism
+    if parallelism.cp == 1:
+        return []
+    problems = []
+    chunks, length = 2 * parallelism.cp * parallelism.tp, config.training.seq_len
+    if length % chunks:
+        allowed = f"a multiple of 2 x cp x tp = {chunks}: every cp rank holds two chunks of each sequence"
+        below, above = length // chunks * chunks, -(-length // chunks) * chunks
+        fix = f"set it to {f'{below} or {above}' if below else above}, or change parallelism.cp"
+        problems.append(_problem(loaded, "training.seq_len", allowed, fix))
+    if config.data.document_mask and parallelism.cp_method == "ring":
+        allowed = '"allgather" while data.document_mask is true: the ring\'s kernels take no mask'
+        problems.append(_problem(loaded, "parallelism.cp_method", allowed, "--parallelism.cp_method allgather"))
+    return problems
+
+
 def _folders(loaded: Loaded) -> list[Problem]:
     config = loaded.config
     if os.path.realpath(run_folder(loaded)) != os.path.realpath(config.data.cache_dir):
@@ -187,9 +204,8 @@ def _tensor_parallel(loaded: Loaded) -> list[Problem]:
         )
         fix = "a rank has whole query heads, and whole key/value heads or one that its neighbours have too"
         problems.append(_problem(loaded, "parallelism.tp", allowed, fix))
-    parts = tp if cp == 1 else 2 * cp * tp
-    if loaded.config.training.seq_len % parts:
-        allowed = f"a multiple of {'tp' if cp == 1 else '2 x cp x tp'} = {parts}, the parts of a sequence"
+    if cp == 1 and loaded.config.training.seq_len % tp:  # with cp, _context_parallel says it
+        allowed = f"a multiple of tp = {tp}, the parts of a sequence"
         problems.append(_problem(loaded, "training.seq_len", allowed, "change it or parallelism.tp"))
     for key, size, fix in _tp_sizes(loaded):
         most = -(-size // tp)
@@ -228,6 +244,7 @@ RULES: tuple[Rule, ...] = (
     _sources,
     _validation,
     _document_mask,
+    _context_parallel,
     _folders,
 )
 
@@ -432,6 +449,8 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
         found.append(f"parallelism.zero_stage = {config.parallelism.zero_stage}: ignored, {why} shards nothing.")
     if config.training.mixed_precision_reduce != "float32" and layout.world_size == 1:
         found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
+    if layout.cp == 1 and config.parallelism.cp_method != "ring":
+        found.append("parallelism.cp_method: ignored while parallelism.cp is 1.")
     try:
         plan = plan_batch(config.training, layout)
     except InputError:

@@ -22,6 +22,7 @@ OTHER_NAMES = {
     "pipeline_parallel_degree": "parallelism.pp",
     "context_parallel_degree": "parallelism.cp",
     "expert_parallel_degree": "parallelism.ep",
+    "context_parallel_rotate_method": "parallelism.cp_method",
     "learning_rate": "optimizer.lr",
     "batch_size": "training.global_batch_size",
     "max_steps": "training.steps",

@@ -220,8 +220,13 @@ class ParallelismConfig(Section):
     )
     tp: Positive = Field(1, description="Tensor parallel degree.")
     pp: Positive = Field(1, description="Pipeline parallel degree.")
-    cp: Positive = Field(1, description="Context parallel degree.")
+    cp: Positive = Field(1, description="Context parallel degree: ranks that share each sequence.")
     ep: Positive = Field(1, description="Expert parallel degree.")
+    cp_method: Literal["ring", "allgather"] = Field(
+        "ring",
+        description='"ring": keys and values travel around the cp ranks while they compute; no rank holds all of them. '
+        '"allgather": every rank gathers them; needed for data.document_mask.',
+    )
     zero_stage: Annotated[Literal["auto", 1, 2, 3], BeforeValidator(_no_lookalike)] = Field(
         "auto",
         description="3 frees parameters after forward; 2 keeps them through the step and reduce-scatters every "

@@ -1,9 +1,11 @@
 """The Llama-style decoder on plain local tensors. It knows nothing of meshes; parallelism uses its seams:
-layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, `Transformer.sequence_parts`, and
-positions and documents as arguments.
+layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, `Transformer.attention_mask`,
+`Transformer.sequence_parts`, and positions and documents as arguments.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +64,11 @@ class Head(nn.Module):
         )
 
 
+def attention_mask(documents: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The mask of a forward pass, which all layers share; None where each token sees all tokens before it."""
+    return None if documents is None else document_mask(documents, dtype)
+
+
 class Transformer(nn.Module):
     """Llama 3 (Grattafiori et al. 2024) as ModelConfig describes it, or the part of it that a pipeline stage holds.
 
@@ -96,6 +103,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps) if has_head else None
         self.output = Linear(config.dim, rows) if has_head and not config.tie_word_embeddings else None
         self.head = Head(config.vocab_size, loss_chunk_tokens) if has_head else None
+        self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype], Tensor | None] = attention_mask
         self.register_buffer("rope_frequencies", torch.empty(config.resolved_head_dim // 2), persistent=False)
         if not self.rope_frequencies.is_meta:
             self.init_buffers(self.rope_frequencies.device)
@@ -131,7 +139,7 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(h.shape[1] * self.sequence_parts, device=h.device)
         cos, sin = rope_tables(positions, self.rope_frequencies)
-        mask = None if documents is None else document_mask(documents, self.compute_dtype)  # one for all layers
+        mask = self.attention_mask(documents, positions, self.compute_dtype)
         for block in self.layers.values():
             h = block(h, cos, sin, mask)
         if self.head is None or self.norm is None:

@@ -1,7 +1,7 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Build on meta -> tensor parallelism -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial
-weights. DDP cannot wrap meta tensors: there materialising comes before wrapping.
+Build on meta -> tensor parallelism -> context parallelism -> activation checkpointing -> compile per block -> FSDP ->
+materialise -> initial weights. DDP cannot wrap meta tensors: there materialising comes before wrapping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from titanlite.config.schema import (
 from titanlite.model.init import init_
 from titanlite.model.transformer import Transformer
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallel.context_parallel import apply_context_parallel, shard_sequence
 from titanlite.parallel.data_parallel import Replicated, Sharded, Single
+from titanlite.parallel.mesh import Meshes
 from titanlite.parallel.runtime import Ranks
 from titanlite.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -35,7 +37,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class ParallelModel:
-    """This rank's part of the model, and the three things a trainer does with it.
+    """This rank's part of the model, and what a trainer does with it.
 
     parameters: canonical FQN, the same everywhere -> float32 parameter at rest, a DTensor when sharded, else plain.
     """
@@ -46,11 +48,17 @@ class ParallelModel:
         strategy: Single | Replicated | Sharded,
         parameters: dict[str, nn.Parameter],
         device: torch.device,
+        meshes: Meshes,
     ) -> None:
         self.module = model
         self._strategy = strategy
         self.parameters = parameters
         self._device = device
+        self._meshes = meshes
+
+    def shard(self, batch: Batch) -> Batch:
+        """This rank's part of each sequence: what forward_backward and evaluate take. Targets are counted after it."""
+        return shard_sequence(batch, self._meshes.cp) if self._meshes.cp.size() > 1 else batch
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -60,7 +68,7 @@ class ParallelModel:
         """Forward and backward of this rank's microbatches of one step. Collective.
 
         batches: "tokens" and "labels", int64 [B, S], -100 = ignored, and "documents", int [B, S], where attention stays
-        within documents; every rank has the same number of them.
+        within documents, each through shard; every rank has the same number of them.
         Returns the sum of their token cross-entropies, a float64 scalar on the device. Afterwards every parameter's
         gradient is that of the sum over all ranks' microbatches, scaled by nothing, added to what was there before.
         """
@@ -82,7 +90,7 @@ class ParallelModel:
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's arguments, on the device."""
-        keys = {"tokens_or_h": "tokens", "labels": "labels", "documents": "documents"}
+        keys = {"tokens_or_h": "tokens", "labels": "labels", "documents": "documents", "positions": "positions"}
         return {name: batch[key].to(self._device, non_blocking=True) for name, key in keys.items() if key in batch}
 
 
@@ -104,6 +112,8 @@ def parallelize(
     if ranks.layout.tp > 1:
         apply_tensor_parallel(model, ranks.meshes, model_config)
     blocks = list(model.layers.values())
+    if ranks.layout.cp > 1:
+        apply_context_parallel(model, ranks.meshes.cp, parallelism.cp_method)
     if compile_config.enable and ranks.layout.tp > 1:
         # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails.
         for block in blocks:
@@ -121,7 +131,7 @@ def parallelize(
         zero_stage = resolve_zero_stage(parallelism, ranks.layout)
         strategy = Sharded(model, blocks, ranks.meshes.hsdp, zero_stage, param_dtype, reduce_dtype)
         parameters = materialise(model, model_config, seed, ranks.device)
-    return ParallelModel(model, strategy, parameters, ranks.device)
+    return ParallelModel(model, strategy, parameters, ranks.device, ranks.meshes)
 
 
 def _compile(blocks: Sequence[nn.Module]) -> None:

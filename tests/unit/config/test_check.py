@@ -123,9 +123,29 @@ def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> Non
 
 
 def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
-    assert NOT_AVAILABLE == ("pp", "cp", "ep")
+    assert NOT_AVAILABLE == ("pp", "ep")
     problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 8)
     assert [problem.key for problem in problems] == [f"parallelism.{name}" for name in NOT_AVAILABLE]
+
+
+def test_context_parallelism(make: Make) -> None:
+    def problems(*overrides: str) -> list[tuple[str, str]]:
+        return [(problem.key, problem.fix) for problem in static_problems(make(*overrides), None)]
+
+    cp2 = "--parallelism.cp=2"
+    assert problems(cp2, "--training.seq_len=60") == []
+    assert problems("--training.seq_len=61", "--data.document_mask=true") == [], "nothing is cut"
+    fix = "set it to 60 or 64, or change parallelism.cp"
+    assert problems(cp2, "--training.seq_len=61") == [("training.seq_len", fix)]
+    assert problems(cp2, "--training.seq_len=62") == [("training.seq_len", fix)], "two chunks a rank"
+    assert problems(cp2, "--training.seq_len=3") == [("training.seq_len", "set it to 4, or change parallelism.cp")]
+    assert problems("--parallelism.cp=3", "--training.seq_len=61") == [("training.seq_len", fix.replace("64", "66"))]
+    masked = (cp2, "--data.document_mask=true", "--training.seq_len=64")
+    assert problems(*masked) == [("parallelism.cp_method", "--parallelism.cp_method allgather")]
+    assert problems(*masked, "--parallelism.cp_method=ring") == problems(*masked)
+    assert problems(*masked, "--parallelism.cp_method=allgather") == []
+    keys = [key for key, _ in problems(*masked, "--training.seq_len=61")]
+    assert keys == ["training.seq_len", "parallelism.cp_method"]
 
 
 def test_rules_of_the_world(make: Make) -> None:
@@ -279,6 +299,7 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
         (["--data.document_mask=true", "--training.seq_len=24"], 1, "which 16 does not divide"),
+        (["--parallelism.cp_method=allgather"], 2, "cp_method: ignored while parallelism.cp is 1"),
     ],
 )
 def test_warning(make: Make, overrides: list[str], world: int, words: str) -> None:
@@ -298,6 +319,8 @@ def test_warning(make: Make, overrides: list[str], world: int, words: str) -> No
         (["--lr_scheduler.decay_ratio=0", "--training.steps=11"], 1),  # the peak holds for ever
         (["--lr_scheduler.decay_ratio=0.5", "--lr_scheduler.min_lr_factor=0.2"], 1),
         (["--checkpoint.enable=false"], 1),
+        (["--parallelism.cp_method=allgather", "--parallelism.cp=2"], 2),
+        (["--parallelism.cp_method=ring"], 1),
         (["--parallelism.dp_shard=3"], 4),  # refused; not the warnings' concern
     ],
 )
