@@ -192,7 +192,11 @@ def test_blocks_cover_every_pair_of_a_query_and_a_key_before_it_once(size: int) 
 
 
 def test_merging_is_softmax_over_both_blocks_in_any_size_of_scores() -> None:
-    for shift in (0.0, 90.0, -90.0):  # exp(90) is past float32
+    for shift, tolerance in (
+        (0.0, 1e-6),
+        (90.0, 2e-5),
+        (-90.0, 2e-5),
+    ):  # exp(90) is past float32; 90 is rounded by 4e-6
         q, k, v, _ = heads(4, 4, 8, keys=24)
         k[..., 0] = 1.0
         q[..., 0] = shift * q.shape[-1] ** 0.5  # so that every score is moved by shift
@@ -201,4 +205,4 @@ def test_merging_is_softmax_over_both_blocks_in_any_size_of_scores() -> None:
         out, lse = kernel.forward(q, k[:, :, :5], v[:, :, :5], False)
         out, lse = out.clone(), lse.contiguous().clone()
         merge(out, lse, *kernel.forward(q, k[:, :, 5:], v[:, :, 5:], False))
-        assert worst([out, lse], [wanted, wanted_lse]) < 1e-6
+        assert worst([out, lse], [wanted, wanted_lse]) < tolerance
