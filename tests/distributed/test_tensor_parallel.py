@@ -312,12 +312,16 @@ def test_checkpoints_between_layouts(tmp_path: Path) -> None:
         "tp 2 x fsdp 2": (4, layout(2, dp_shard=2)),
         "tp 2 x dp_replicate 2": (4, layout(2, dp_replicate=2)),
     }
-    for source in ("tp 2", "tp 4", "tp 2 x fsdp 2", "one"):
-        folder = tmp_path / source
+    targets = {
+        "tp 4": ("one", "fsdp 3", "tp 2 x fsdp 2"),
+        "tp 2 x fsdp 2": ("one", "tp 4", "tp 2 x dp_replicate 2"),
+        "one": ("tp 2", "tp 2 x fsdp 2"),
+    }
+    for source, others in targets.items():
         world_size, sections = layouts[source]
-        expected = run_distributed(train_and_save, world_size, merge(model, sections), folder)[0]
+        expected = run_distributed(train_and_save, world_size, merge(model, sections), tmp_path / source)[0]
         assert any(key.endswith("exp_avg_sq") for key in expected)
-        for target, (size, other) in layouts.items():
-            if target != source:
-                for got in run_distributed(load_trained, size, merge(model, other), folder):
-                    assert_same(got, expected)
+        for target in others:
+            size, other = layouts[target]
+            for got in run_distributed(load_trained, size, merge(model, other), tmp_path / source):
+                assert_same(got, expected)
