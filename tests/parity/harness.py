@@ -161,7 +161,7 @@ TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
     "tp 2 x cp 2": (_layout(4, tp=2, cp=2), HEADS_8),
     "tp 2 x cp 2 x fsdp 2, accumulation 2": (_layout(8, _microbatches(6), tp=2, cp=2, dp_shard=2), HEADS_8),
     "tp 2 x cp 2 gathered, masked": (_layout(4, tp=2, cp=2, cp_method="allgather"), merge(HEADS_8, MASKED)),
-    "tp 2 x cp 2 x replicas 2, tied": (_layout(8, tp=2, cp=2, dp_replicate=2), merge(HEADS_8, TIED)),
+    "tp 2 x cp 2 x replicas 2, tied": (_layout(8, tp=2, cp=2, dp_replicate=2), merge(HEADS_8, TIED, CALM)),
     "tp 2, masked": (_layout(2, tp=2), merge(HEADS_8, MASKED)),
     "tp 2 x fsdp 2, accumulation 2, full recomputation, masked": (
         Layout(4, merge(_layout(4, _microbatches(6), tp=2, dp_shard=2).sections, FULL_RECOMPUTATION)),
