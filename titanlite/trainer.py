@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.layout import parameter_counts, plan_batch
+from titanlite.config.layout import parameter_counts, plan_batch, plan_pipeline
 from titanlite.config.load import dump
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch, ValidationData, build_train_loader
@@ -30,7 +30,6 @@ from titanlite.model.flops import flops_per_token
 from titanlite.model.loss import IGNORED
 from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
-from titanlite.parallel import gradients
 from titanlite.parallel.parallelize import DTYPES, parallelize
 from titanlite.parallel.runtime import Ranks
 
@@ -217,7 +216,8 @@ class Trainer:
 
     def _build_loader(self) -> None:
         training, ranks = self.config.training, self.ranks
-        plan = plan_batch(training, ranks.layout)
+        pipeline = plan_pipeline(self.config.model, self.config.parallelism, ranks.layout)
+        plan = plan_batch(training, ranks.layout, pipeline)
         self.loader = build_train_loader(
             self.prepared,
             self.config.data,
@@ -279,7 +279,7 @@ class Trainer:
         targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in microbatches)  # on the host, as labels are
         totals = self.ranks.sum_over_data(torch.stack([loss_sum, loss_sum.new_full((), targets)]))
         loss = totals[0] / totals[1]
-        stats = gradients.finish(self.parameters.values(), totals[1], config.training.max_norm)
+        stats = self.model.finish_gradients(totals[1], config.training.max_norm)
         found_inf = torch.where(torch.isfinite(loss), stats.found_inf, 1.0)
         self.optimizer.step(lr, stats.grad_scale, found_inf)
         self.model.zero_grad()
@@ -397,6 +397,7 @@ class Trainer:
             "samples": done.state.samples,
             "tokens": done.state.tokens,
             **self.throughput.row(),
+            **self.model.metrics(),
             **extra,
         }
         assert self.metrics is not None

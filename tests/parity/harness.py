@@ -117,6 +117,8 @@ for _name in ("fsdp 2, accumulation 2", "ddp 2, accumulation 4", "hsdp 2x2"):
 class Record:
     """What a run of the trainer did, as whole tensors and Python floats; `sample_ids`: of this rank, step by step."""
 
+    data_rank: int = 0  # which part of each step's samples this rank has ...
+    data_size: int = 1  # ... of how many
     init_hash: str = ""
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
@@ -132,7 +134,8 @@ class Recorder(Trainer):
 
     def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
         super().__init__(config, ranks)
-        self.record = Record(init_hash=tensors_hash(full_tensors(self.parameters).items()))
+        init_hash = tensors_hash(full_tensors(self.parameters).items())
+        self.record = Record(data_rank=ranks.data_rank, data_size=ranks.data_size, init_hash=init_hash)
         step, self.optimizer.step = self.optimizer.step, self._step  # type: ignore[method-assign]
         self._optimizer_step = step
 
@@ -192,12 +195,21 @@ def deviations(records: Sequence[Record], reference: Record) -> list[str]:
         error, name = largest_error(record.gradients, reference.gradients)
         if not error <= GRADIENT_TOLERANCE:
             found.append(f"rank {rank}: gradient of {name} off by {error:.2e}")
-    for step, ids in enumerate(reference.sample_ids):
-        mine = [number for record in records for number in record.sample_ids[step]]
-        if mine != ids or not torch.equal(torch.cat([r.tokens[step] for r in records]), reference.tokens[step]):
-            found.append(f"step {step + 1}: samples {mine[:8]}…, not {ids[:8]}…, or other tokens in them")
-            break
+        found += _samples(rank, record, reference)
+    if {record.data_rank for record in records} != set(range(records[0].data_size)):
+        found.append("some part of the samples is nobody's")
     return found
+
+
+def _samples(rank: int, record: Record, reference: Record) -> list[str]:
+    """Whether a rank has its part of every step's samples; ranks of one data rank (tp, pp, cp) have the same."""
+    for step, ids in enumerate(reference.sample_ids):
+        share = len(ids) // record.data_size
+        part = slice(record.data_rank * share, (record.data_rank + 1) * share)
+        mine = record.sample_ids[step]
+        if mine != ids[part] or not torch.equal(record.tokens[step], reference.tokens[step][part]):
+            return [f"rank {rank}, step {step + 1}: samples {mine[:8]}…, not {ids[part][:8]}…, or other tokens in them"]
+    return []
 
 
 def worst(records: Sequence[Record], reference: Record) -> dict[str, float]:

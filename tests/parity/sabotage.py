@@ -119,7 +119,7 @@ def norm_of_the_own_shard() -> None:
 @fault("hsdp 2x2")
 def norm_counts_replicas_twice() -> None:
     right = gradients.global_norm
-    _set(gradients, "global_norm", lambda parameters: right(parameters) * 2**0.5)
+    _set(gradients, "global_norm", lambda *args: right(*args) * 2**0.5)
 
 
 @fault("fsdp 3")

@@ -23,7 +23,7 @@ from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 
-NOT_AVAILABLE = ("tp", "pp", "cp", "ep")  # degrees that cannot be above 1 yet
+NOT_AVAILABLE = ("tp", "cp", "ep")  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
 
