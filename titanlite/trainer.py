@@ -216,7 +216,7 @@ class Trainer:
 
     def _build_loader(self) -> None:
         training, ranks = self.config.training, self.ranks
-        pipeline = plan_pipeline(self.config.model, self.config.parallelism, ranks.layout)
+        pipeline = plan_pipeline(self.config.model, self.config.parallelism)
         plan = plan_batch(training, ranks.layout, pipeline)
         self.loader = build_train_loader(
             self.prepared,

@@ -158,7 +158,7 @@ def global_batch(config: Config, step: int) -> Batch:
 
 def rank_batches(config: Config, ranks: runtime.Ranks, step: int) -> list[Batch]:
     """This rank's microbatches of the step."""
-    plan = plan_batch(config.training, ranks.layout, plan_pipeline(config.model, config.parallelism, ranks.layout))
+    plan = plan_batch(config.training, ranks.layout, plan_pipeline(config.model, config.parallelism))
     start = ranks.data_rank * plan.rank_samples
     whole = global_batch(config, step)
     return [

@@ -174,9 +174,9 @@ class PipelinePlan:
         return (self.pp - 1) / (work + self.pp - 1)
 
 
-def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig, layout: Layout) -> PipelinePlan | None:
+def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig) -> PipelinePlan | None:
     """The stages that these sections ask for; None without a pipeline. Raises InputError when they cannot be."""
-    pp, schedule, counts = layout.pp, parallelism.pp_schedule, parallelism.pp_layers_per_stage
+    pp, schedule, counts = parallelism.pp, parallelism.pp_schedule, parallelism.pp_layers_per_stage
     if pp == 1:
         return None
     least = 2 if schedule in V_SHAPED else 1

@@ -169,7 +169,9 @@ class TrainingConfig(Section):
         description="Samples of an optimizer step, over all ranks."
     )
     local_batch_size: Positive = Field(
-        1, description="Most samples a rank puts through one forward pass; the rest is accumulated."
+        1,
+        description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest is "
+        "accumulated.",
     )
     steps: Positive = Field(description="Optimizer steps after which the run is finished.")
     max_norm: Annotated[float, Field(ge=0)] = Field(

@@ -181,7 +181,7 @@ def _pipeline(
     ranks: Ranks,
 ) -> PipelinedModel:
     """This rank's stages, each laid out as parallelize does it, and the pipeline that runs them. Collective."""
-    plan = plan_pipeline(model_config, parallelism, ranks.layout)
+    plan = plan_pipeline(model_config, parallelism)
     assert plan is not None
     parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
     sections = (model_config, training, parallelism, activation_checkpoint, compile_config)
