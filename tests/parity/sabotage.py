@@ -20,22 +20,22 @@ from titanlite import trainer
 from titanlite.data import loader
 from titanlite.model import attention, transformer
 from titanlite.optim import optimizer
-from titanlite.parallel import data_parallel, gradients, mesh, parallelize, runtime
+from titanlite.parallel import data_parallel, gradients, mesh, parallelize, pipeline_parallel, runtime
 
 
 @dataclass(frozen=True)
 class Fault:
     layout: str
     plant: Callable[[], None]
-    masked: bool = False  # planted in a run with document masks
+    kind: str = ""  # of the run it is planted in: "", "masked", "tied", "deep" or "deep tied"
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(layout: str, masked: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def fault(layout: str, kind: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(plant: Callable[[], None]) -> Callable[[], None]:
-        FAULTS[plant.__name__] = Fault(layout, plant, masked)
+        FAULTS[plant.__name__] = Fault(layout, plant, kind)
         return plant
 
     return add
@@ -189,7 +189,7 @@ def validation_counts_its_padding() -> None:
     _set(loader.ValidationData, "batches", unpadded)
 
 
-@fault("ddp 2, accumulation 4", masked=True)
+@fault("ddp 2, accumulation 4", kind="masked")
 def one_rank_has_no_documents() -> None:
     right = parallelize.ParallelModel._inputs
 
@@ -202,7 +202,7 @@ def one_rank_has_no_documents() -> None:
     _set(parallelize.ParallelModel, "_inputs", forgetful)
 
 
-@fault("fsdp 2", masked=True)
+@fault("fsdp 2", kind="masked")
 def validation_has_no_documents() -> None:
     right = loader.ValidationData.batches
 
@@ -299,7 +299,7 @@ def recomputation_sees_other_rotary_angles() -> None:
     _set(attention, "apply_rope", drifting)
 
 
-@fault("fsdp 2", masked=True)
+@fault("fsdp 2", kind="masked")
 def documents_start_one_token_late() -> None:
     right = transformer.document_mask
 
@@ -309,7 +309,7 @@ def documents_start_one_token_late() -> None:
     _set(transformer, "document_mask", late)
 
 
-@fault("fsdp 2, accumulation 2, full recomputation", masked=True)
+@fault("fsdp 2, accumulation 2, full recomputation", kind="masked")
 def recomputation_has_the_causal_mask_only() -> None:
     right = attention.Attention.forward
     calls = [0]
@@ -321,3 +321,125 @@ def recomputation_has_the_causal_mask_only() -> None:
         return right(self, x, cos, sin, torch.full_like(mask, -torch.inf).triu(1) if recomputing else mask)
 
     _set(attention.Attention, "forward", forgetful)
+
+
+# ---- pipelines
+
+
+@fault("pp 2")
+def a_stage_is_left_out_of_the_norm() -> None:
+    right = gradients.global_norm
+
+    def without(parameters: Any, stages: Any = None) -> Tensor:
+        norm = right(parameters).square()  # of this rank's stages
+        dist.broadcast(norm, src=0)
+        return norm.sqrt()
+
+    _set(gradients, "global_norm", without)
+
+
+@fault("pp 3")
+def every_stage_has_its_own_norm() -> None:
+    right = gradients.global_norm
+    _set(gradients, "global_norm", lambda parameters, stages=None: right(parameters))
+
+
+@fault("pp 2")
+def gradients_are_divided_by_microbatches() -> None:
+    right = pipeline_parallel.PipelineStage.perform_reduce_grad
+    _set(pipeline_parallel.Stage, "perform_reduce_grad", lambda self, factor: right(self, self.chunks))
+
+
+@fault("pp 2, accumulation 3")
+def every_run_of_a_schedule_drops_the_ones_before() -> None:
+    right = pipeline_parallel.Pipeline._run
+
+    def forgetful(self: Any, inputs: Any, last: bool) -> Any:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return right(self, inputs, True)
+
+    _set(pipeline_parallel.Pipeline, "_run", forgetful)
+
+
+@fault("pp 2, GPipe")
+def labels_come_in_another_order_than_tokens() -> None:
+    right = pipeline_parallel.split
+
+    def mixed(inputs: Any, count: int) -> Any:
+        parts = right(inputs, count)
+        labels = [part["labels"] for part in parts]
+        return [part | {"labels": other} for part, other in zip(parts, [*labels[1:], labels[0]], strict=True)]
+
+    _set(pipeline_parallel, "split", mixed)
+
+
+@fault("pp 2")
+def the_first_stage_does_not_know_the_loss() -> None:
+    right = pipeline_parallel.Pipeline.forward_backward
+
+    def ignorant(self: Any, runs: Any) -> Tensor:
+        return right(self, runs) * (dist.get_rank() == 1)
+
+    _set(pipeline_parallel.Pipeline, "forward_backward", ignorant)
+
+
+@fault("pp 2")
+def validation_loses_a_microbatch() -> None:
+    right = pipeline_parallel.Pipeline.evaluate
+
+    def losing(self: Any, inputs: Any) -> Tensor:
+        return right(self, {name: value[1:] for name, value in inputs.items()})
+
+    _set(pipeline_parallel.Pipeline, "evaluate", losing)
+
+
+@fault("pp 2", kind="masked")
+def later_stages_have_the_first_microbatchs_documents() -> None:
+    right = pipeline_parallel.Stage.forward_one_chunk
+
+    def first(self: Any, *args: Any) -> Any:
+        if not self.is_first:
+            for microbatch in self.microbatches[1:]:
+                microbatch["documents"] = self.microbatches[0]["documents"]
+        return right(self, *args)
+
+    _set(pipeline_parallel.Stage, "forward_one_chunk", first)
+
+
+@fault("pp 3", kind="tied")
+def copies_of_a_tied_table_are_not_summed() -> None:
+    _set(pipeline_parallel.Pipeline, "_sum_tied_gradients", lambda self: None)
+
+
+@fault("pp 3", kind="tied")
+def a_tied_table_counts_twice_in_the_norm() -> None:
+    right = pipeline_parallel.Pipeline.__init__
+
+    def counting(self: Any, *args: Any, **keywords: Any) -> None:
+        right(self, *args, **keywords)
+        self.counted = list(self.parameters.values())
+
+    _set(pipeline_parallel.Pipeline, "__init__", counting)
+
+
+@fault("pp 2, ZBVZeroBubble", kind="deep tied")
+def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
+    right = pipeline_parallel.Pipeline._renew_second_copies
+    calls = [0]
+
+    def once(self: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            right(self)
+
+    _set(pipeline_parallel.Pipeline, "_renew_second_copies", once)
+
+
+@fault("pp 2, DualPipeV", kind="deep")
+def the_middle_stages_are_swapped() -> None:
+    _set(
+        pipeline_parallel.PipelinePlan,
+        "stages_of",
+        lambda self, rank: (0, 3) if rank == 0 else (2, 1),
+    )

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.parity.harness import LAYOUTS, MASKED, STEPS, TIED, Record, deviations, run, worst
+from tests.harness.training import merge
+from tests.parity.harness import (
+    DEEP,
+    DEEP_LAYOUTS,
+    LAYOUTS,
+    MASKED,
+    STEPS,
+    TIED,
+    Record,
+    deviations,
+    run,
+    worst,
+)
 
 
 def test_reference_is_a_real_run(reference: Record) -> None:
@@ -27,14 +39,53 @@ def test_layout_changes_nothing(name: str, text: Path, reference: Record, record
     assert not deviations(records, reference)
 
 
-@pytest.mark.parametrize("name", ["ddp 3", "fsdp 3", "hsdp 2x2, zero 2, accumulation 2", "accumulation 4"])
+@pytest.mark.parametrize("name", DEEP_LAYOUTS)
+def test_layout_changes_nothing_in_a_deep_model(name: str, text: Path, deep_reference: Record) -> None:
+    records = run(DEEP_LAYOUTS[name], text, sections=DEEP)
+    print(name, worst(records, deep_reference))
+    assert not deviations(records, deep_reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp 4, 1F1B",
+        "pp 2 x dp_replicate 2, ZBVZeroBubble",
+        "pp 2 x dp_replicate 2, DualPipeV",
+        "pp 2 x fsdp 2, InterleavedZeroBubble",
+    ],
+)
+def test_layout_changes_nothing_in_a_deep_tied_model(name: str, text: Path, deep_tied_reference: Record) -> None:
+    records = run(DEEP_LAYOUTS[name], text, sections=merge(DEEP, TIED))
+    print(name, worst(records, deep_tied_reference))
+    assert not deviations(records, deep_tied_reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp 3",
+        "fsdp 3",
+        "hsdp 2x2, zero 2, accumulation 2",
+        "accumulation 4",
+        "pp 3",
+        "pp 2 x fsdp 2, zero 3, accumulation 2",
+    ],
+)
 def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, tied_reference: Record) -> None:
     assert not deviations(run(LAYOUTS[name], text, sections=TIED), tied_reference)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["ddp 2, accumulation 4", "fsdp 2, accumulation 2, full recomputation", "hsdp 2x2"],
+    [
+        "ddp 2, accumulation 4",
+        "fsdp 2, accumulation 2, full recomputation",
+        "hsdp 2x2",
+        "pp 2",
+        "pp 2, accumulation 3",
+        "pp 2, full recomputation",
+    ],
 )
 def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path, masked_reference: Record) -> None:
     records = run(LAYOUTS[name], text, sections=MASKED)
