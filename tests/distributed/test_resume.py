@@ -71,7 +71,7 @@ def event_steps(folder: Path, tag: str = "train/loss") -> list[int]:
     return [event.step for event in accumulator.Scalars(tag)]
 
 
-@pytest.mark.parametrize("name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2"])
+@pytest.mark.parametrize("name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2", "pp 3"])
 def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     unbroken = train(layout, text, tmp_path / "unbroken", STEPS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -398,11 +398,11 @@ def validation_loses_a_microbatch() -> None:
 def later_stages_have_the_first_microbatchs_documents() -> None:
     right = pipeline_parallel.Stage.forward_one_chunk
 
-    def first(self: Any, *args: Any) -> Any:
+    def first(self: Any, *args: Any, **keywords: Any) -> Any:
         if not self.is_first:
             for microbatch in self.microbatches[1:]:
                 microbatch["documents"] = self.microbatches[0]["documents"]
-        return right(self, *args)
+        return right(self, *args, **keywords)
 
     _set(pipeline_parallel.Stage, "forward_one_chunk", first)
 
@@ -437,9 +437,11 @@ def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
 
 
 @fault("pp 2, DualPipeV", kind="deep")
-def the_middle_stages_are_swapped() -> None:
-    _set(
-        pipeline_parallel.PipelinePlan,
-        "stages_of",
-        lambda self, rank: (0, 3) if rank == 0 else (2, 1),
-    )
+def two_stages_have_each_others_layers() -> None:
+    right = parallelize.stage_parts
+
+    def swapped(plan: Any, rank: int) -> Any:
+        first, second, third, last = plan.layers
+        return right(replace(plan, layers=(first, third, second, last)), rank)
+
+    _set(parallelize, "stage_parts", swapped)
