@@ -5,13 +5,15 @@ That losses, norms and gradients are those of one process, under every schedule,
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import (
@@ -28,8 +30,9 @@ from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_pipeline
 from titanlite.config.schema import CheckpointConfig
 from titanlite.model.init import tensors_hash
-from titanlite.parallel import parallelize, pipeline_parallel
-from titanlite.parallel.parallelize import PipelinedModel
+from titanlite.model.transformer import Transformer
+from titanlite.parallel import pipeline_parallel
+from titanlite.parallel.parallelize import ParallelModel, PipelinedModel
 
 Sections = dict[str, dict[str, Any]]
 SCHEDULES = tuple(pipeline_parallel.SCHEDULES)
@@ -42,6 +45,15 @@ def pipeline(schedule: str, pp: int = 2, *more: Sections, **keys: Any) -> Sectio
     return merge(DEEP, *more, {"parallelism": {"pp": pp, "pp_schedule": schedule, **keys}})
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def stages(model: ParallelModel) -> list[Transformer]:
+    assert isinstance(model.module, nn.ModuleList)
+    return [stage for stage in model.module if isinstance(stage, Transformer)]
+
+
 # ---- what a rank holds
 
 
@@ -50,11 +62,11 @@ def _held(sections: Sections) -> dict[str, Any]:
     train_step(model, optimizer, ranks, rank_batches(config, ranks, 1), config, 1)
     plan = plan_pipeline(config.model, config.parallelism)
     assert plan is not None
-    stages = plan.stages_of(ranks.meshes.pp.get_local_rank())
-    layers = [layer for stage in stages for layer in plan.layers[stage]]
+    mine = plan.stages_of(ranks.meshes.pp.get_local_rank())
+    layers = [layer for stage in mine for layer in plan.layers[stage]]
 
     def elements(tensors: Any) -> int:
-        return sum(pipeline_parallel._local(tensor).numel() for tensor in tensors)
+        return sum(local(tensor).numel() for tensor in tensors)
 
     return {
         "names": set(model.parameters),
@@ -68,7 +80,9 @@ def _held(sections: Sections) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("schedule", "pp", "shard"), [("1F1B", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "shard"), [("1F1B", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 1)]
+)
 def test_a_rank_holds_its_stages_and_nothing_else(schedule: str, pp: int, shard: int) -> None:
     held = run_distributed(_held, pp * shard, pipeline(schedule, pp, dp_shard=shard))
     for rank in held:
@@ -84,7 +98,7 @@ def test_a_rank_holds_its_stages_and_nothing_else(schedule: str, pp: int, shard:
 def _forward_calls(sections: Sections) -> list[int]:
     config, ranks, model, optimizer = build(sections)
     calls: Counter[int] = Counter()
-    for number, stage in enumerate(model.module):  # type: ignore[arg-type]
+    for number, stage in enumerate(stages(model)):
         stage.register_forward_hook(lambda *args, number=number: calls.update([number]))
     for step in (1, 2):
         train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)
@@ -122,7 +136,7 @@ def test_validation_changes_nothing_and_is_right(schedule: str) -> None:
     first, *others = run_distributed(_validated, 4, pipeline(schedule, dp_shard=2, zero_stage="auto"))
     assert all(other == first for other in others), "ranks disagree"
     assert first == pytest.approx(reference, rel=1e-6)
-    plain = [loss for loss in run_training(pipeline(schedule, dp_shard=2), 4, steps=2)["losses"]]
+    plain = run_training(pipeline(schedule, dp_shard=2), 4, steps=2)["losses"]
     assert [first[3], first[8]] == plain, "training is another after validation"
 
 
@@ -136,8 +150,8 @@ def _copies(sections: Sections) -> dict[str, Any]:
     assert isinstance(model, PipelinedModel)
     model._pipeline._renew_second_copies()
     return {
-        "tables": [pipeline_parallel._local(stage.embedding.weight) for stage in model.module if stage.embedding],  # type: ignore[union-attr]
-        "moments": [t.to_local() for key, t in optimizer.state_tensors().items() if key.startswith("embedding")],  # type: ignore[attr-defined]
+        "tables": [local(stage.embedding.weight) for stage in stages(model) if stage.embedding is not None],
+        "moments": [local(value) for key, value in optimizer.state_tensors().items() if key.startswith("embedding")],
     }
 
 
@@ -202,7 +216,7 @@ def test_a_checkpoint_goes_from_a_pipeline_to_one_process_and_back(
 
 
 def _no_widening() -> None:
-    pipeline_parallel._widen_gradients = lambda module: None  # type: ignore[assignment]
+    pipeline_parallel._widen_gradients = lambda module: None
 
 
 BF16: Sections = {"training": {"mixed_precision_param": "bfloat16"}}
@@ -227,17 +241,10 @@ def _bubbles(sections: Sections, slow_rank: int | None) -> dict[str, float]:
     assert isinstance(model, PipelinedModel)
     train_step(model, optimizer, ranks, rank_batches(config, ranks, 1), config, 1)
     if slow_rank is not None and ranks.rank == slow_rank:
-        for stage in model.module:
-            stage.register_forward_pre_hook(lambda *args: _nap())
+        for stage in stages(model):
+            stage.register_forward_pre_hook(lambda *args: time.sleep(0.05))
     train_step(model, optimizer, ranks, rank_batches(config, ranks, 2), config, 2)
     return model.metrics()
-
-
-def _nap() -> None:
-    torch.ones(1)
-    import time
-
-    time.sleep(0.05)
 
 
 def test_the_measured_bubble_is_where_a_stage_waits() -> None:

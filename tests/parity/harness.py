@@ -112,56 +112,42 @@ for _name in ("fsdp 2, accumulation 2", "ddp 2, accumulation 4", "hsdp 2x2"):
     LAYOUTS[f"{_name}, full recomputation"] = Layout(
         _plain.world_size, merge(_plain.sections, {"activation_checkpoint": {"mode": "full"}})
     )
-# The table has 3 layers: stages of 2 and 1. A run of 24 samples in 4 microbatches, unless it says otherwise.
-_FOUR = {"pp_microbatches": 4}
+# Pipelines. BASE has 3 layers: stages of 2 and 1.
 LAYOUTS |= {
-    "pp 2": _layout(2, pp=2, **_FOUR),
+    "pp 2": _layout(2, pp=2, pp_microbatches=4),
     "pp 2, GPipe": _layout(2, pp=2, pp_schedule="GPipe", pp_microbatches=3),
     "pp 2, GPipe, one microbatch": _layout(2, pp=2, pp_schedule="GPipe", pp_microbatches=1),
     "pp 2, accumulation 3": _layout(2, _microbatches(8), pp=2, pp_layers_per_stage=[1, 2]),
-    "pp 2, full recomputation": _layout(2, pp=2, **_FOUR),
-    "pp 3": _layout(3, pp=3, **_FOUR),
+    "pp 3": _layout(3, pp=3, pp_microbatches=4),
     "pp 2 x fsdp 2, zero 3, accumulation 2": _layout(4, _microbatches(6), pp=2, dp_shard=2, zero_stage=3),
     "pp 2 x hsdp 2x2, GPipe": _layout(8, pp=2, dp_shard=2, dp_replicate=2, pp_schedule="GPipe", pp_microbatches=3),
 }
-LAYOUTS["pp 2, full recomputation"] = Layout(
-    2, merge(LAYOUTS["pp 2"].sections, {"activation_checkpoint": {"mode": "full"}})
-)
+DEEP_LAYOUTS: dict[str, Layout] = {}  # of DEEP
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-# Of DEEP.
-DEEP_LAYOUTS: dict[str, Layout] = {}
 for _schedule in SCHEDULES:
-    DEEP_LAYOUTS[f"pp 2, {_schedule}"] = _layout(2, pp=2, pp_schedule=_schedule, **_FOUR)
-    DEEP_LAYOUTS[f"pp 2 x dp_replicate 2, {_schedule}"] = _layout(
-        4, _microbatches(6), pp=2, dp_replicate=2, pp_schedule=_schedule, pp_microbatches=6
+    _set: dict[str, Any] = {"pp": 2, "pp_schedule": _schedule}
+    DEEP_LAYOUTS[f"pp 2, {_schedule}"] = _layout(2, pp_microbatches=4, **_set)
+    DEEP_LAYOUTS[f"pp 2 x dp_replicate 2, {_schedule}"] = _layout(4, _microbatches(6), dp_replicate=2, **_set)
+    if _schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        DEEP_LAYOUTS[f"pp 2 x fsdp 2, {_schedule}"] = _layout(4, _microbatches(4), dp_shard=2, **_set)
+        DEEP_LAYOUTS[f"pp 4, {_schedule}"] = _layout(4, pp_microbatches=4, **(_set | {"pp": 4}))
+_set = {"pp": 2, "pp_schedule": "LoopedBFS", "pp_layers_per_stage": [1] * 8, "pp_microbatches": 3}
+DEEP_LAYOUTS |= {
+    "pp 2, LoopedBFS, four stages a rank": _layout(2, **_set),
+    "pp 2 x fsdp 2, LoopedBFS, zero 3, four stages a rank": _layout(
+        4, _microbatches(6), dp_shard=2, zero_stage=3, **_set
+    ),
+    "pp 2, Interleaved1F1B, one microbatch": _layout(2, pp=2, pp_schedule="Interleaved1F1B", pp_microbatches=1),
+    "pp 4, ZBVZeroBubble, one microbatch": _layout(4, pp=4, pp_schedule="ZBVZeroBubble", pp_microbatches=1),
+}
+for _layouts, _name in (
+    (LAYOUTS, "pp 2"),
+    *((DEEP_LAYOUTS, f"pp 2, {name}") for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")),
+):
+    _plain = _layouts[_name]
+    _layouts[f"{_name}, full recomputation"] = Layout(
+        2, merge(_plain.sections, {"activation_checkpoint": {"mode": "full"}})
     )
-for _schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
-    DEEP_LAYOUTS[f"pp 4, {_schedule}"] = _layout(4, pp=4, pp_schedule=_schedule, pp_microbatches=4)
-    DEEP_LAYOUTS[f"pp 2 x fsdp 2, {_schedule}"] = _layout(
-        4, _microbatches(4), pp=2, dp_shard=2, pp_schedule=_schedule, pp_microbatches=4
-    )
-    DEEP_LAYOUTS[f"pp 2, {_schedule}, full recomputation"] = Layout(
-        2, merge(DEEP_LAYOUTS[f"pp 2, {_schedule}"].sections, {"activation_checkpoint": {"mode": "full"}})
-    )
-DEEP_LAYOUTS["pp 4, ZBVZeroBubble, one microbatch"] = _layout(
-    4, pp=4, pp_schedule="ZBVZeroBubble", pp_microbatches=1
-)
-DEEP_LAYOUTS["pp 2, Interleaved1F1B, one microbatch"] = _layout(
-    2, pp=2, pp_schedule="Interleaved1F1B", pp_microbatches=1
-)
-DEEP_LAYOUTS["pp 2, LoopedBFS, four stages a rank"] = _layout(
-    2, pp=2, pp_schedule="LoopedBFS", pp_layers_per_stage=[1] * 8, **_FOUR
-)
-DEEP_LAYOUTS["pp 2 x fsdp 2, LoopedBFS, zero 3, four stages a rank"] = _layout(
-    4,
-    _microbatches(6),
-    pp=2,
-    dp_shard=2,
-    pp_schedule="LoopedBFS",
-    pp_layers_per_stage=[1] * 8,
-    zero_stage=3,
-    pp_microbatches=3,
-)
 
 
 @dataclass

@@ -436,8 +436,8 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
         if held >= 2**30:
             found.append(
                 f"parallelism.pp_schedule = {pipeline.schedule} keeps the output matrix's gradient of each of "
-                f"{plan.microbatches} microbatches: {held / 2**30:.1f} GiB on the last stage. 1F1B keeps one at a time; "
-                "fewer microbatches (parallelism.pp_microbatches) are fewer."
+                f"{plan.microbatches} microbatches: {held / 2**30:.1f} GiB on the last stage. 1F1B keeps one at a "
+                "time; fewer microbatches (parallelism.pp_microbatches) are fewer."
             )
     if plan.local_batch_size < min(config.training.local_batch_size, plan.rank_samples):
         found.append(

@@ -217,7 +217,8 @@ def balanced_layers(model: ModelConfig, n_stages: int) -> tuple[int, ...]:
     """Layers of each stage, at least one, so that the most expensive stage costs as little as can be.
 
     A cost is the numbers a token is multiplied with: a layer's matrices, the output's on the last stage, and the row of
-    the embedding that is read on the first. Equal choices go to the later stage: an earlier one keeps more microbatches.
+    the embedding that is read on the first. Of equal stages the later one gets a layer: an earlier one keeps more
+    microbatches.
     """
     costs = parameter_counts(model)
     output = model.padded_vocab_size * model.dim

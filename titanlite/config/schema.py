@@ -170,8 +170,8 @@ class TrainingConfig(Section):
     )
     local_batch_size: Positive = Field(
         1,
-        description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest is "
-        "accumulated.",
+        description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest "
+        "is accumulated.",
     )
     steps: Positive = Field(description="Optimizer steps after which the run is finished.")
     max_norm: Annotated[float, Field(ge=0)] = Field(

@@ -59,13 +59,11 @@ def finish(
 
 
 @torch.no_grad()
-def global_norm(
-    parameters: Iterable[torch.nn.Parameter], stages: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def global_norm(parameters: Iterable[torch.nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """2-norm over all gradients, each element of the model counted once whatever holds it. float64 scalar. Collective.
 
     Gradients are grouped by mesh and placements (get_total_norm refuses mixed ones). A group's local squares are
-    summed over the axes that shard it; a replicated axis holds copies, which are not counted again. Then pipeline stages
+    summed over the axes that shard it; a replicated axis holds copies, which are not counted again. Pipeline stages
     add up.
     """
     groups: dict[object, list[torch.Tensor]] = {}

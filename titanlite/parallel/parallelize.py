@@ -1,7 +1,7 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Pipeline split -> build on meta -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial weights. DDP cannot
-wrap meta tensors: there materialising comes before wrapping.
+Pipeline split -> build on meta -> activation checkpointing -> compile per block -> FSDP -> materialise -> initial
+weights. DDP cannot wrap meta tensors: there materialising comes before wrapping.
 """
 
 from __future__ import annotations

@@ -275,9 +275,7 @@ class Pipeline:
         sharers, width, dtype = self._hidden
         hidden = torch.empty(shape[0], shape[1] // sharers, width, dtype=dtype, device="meta", requires_grad=True)
         n_stages = len(self.plan.layers)
-        self._stages = [
-            Stage(model, n_stages, hidden, self._device, self.group, self._clock) for model in self._models
-        ]
+        self._stages = [Stage(model, n_stages, hidden, self._device, self.group, self._clock) for model in self._models]
         single = self.plan.schedule in SINGLE_STAGE
         self._schedule = SCHEDULES[self.plan.schedule](
             self._stages[0] if single else self._stages,
@@ -307,7 +305,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Sum of the token cross-entropies of one batch, forward only; the same on all ranks of the pp axis. Collective.
+        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Forward only. Collective.
 
         A loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
         """

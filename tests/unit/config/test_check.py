@@ -135,9 +135,21 @@ PP = ("--parallelism.pp=2", "--training.local_batch_size=12")
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["--training.local_batch_size=1"], "training.local_batch_size", "got 1; allowed: 2 or more: samples of what 1F1B"),
-        (["--parallelism.pp_microbatches=1"], "parallelism.pp_microbatches", "at least as many microbatches as stages, 2"),
-        (["--parallelism.pp_microbatches=5"], "parallelism.pp_microbatches", "a divisor of a rank's 12 samples of a step"),
+        (
+            ["--training.local_batch_size=1"],
+            "training.local_batch_size",
+            "got 1; allowed: 2 or more: samples of what 1F1B",
+        ),
+        (
+            ["--parallelism.pp_microbatches=1"],
+            "parallelism.pp_microbatches",
+            "at least as many microbatches as stages, 2",
+        ),
+        (
+            ["--parallelism.pp_microbatches=5"],
+            "parallelism.pp_microbatches",
+            "a divisor of a rank's 12 samples of a step",
+        ),
         (
             ["--parallelism.pp_microbatches=6", "--training.local_batch_size=5"],
             "training.local_batch_size",
