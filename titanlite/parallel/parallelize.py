@@ -193,7 +193,7 @@ def _pipeline(
         ranks.meshes,
         ranks.device,
         tied=model_config.tie_word_embeddings,
-        hidden=(ranks.layout.cp * ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
+        hidden=(ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
     )
     return PipelinedModel(pipeline, list(stages.values()), ranks.device)
 

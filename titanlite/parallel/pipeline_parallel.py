@@ -74,8 +74,8 @@ def stage_parts(plan: PipelinePlan, rank: int) -> dict[int, StagePart]:
     return {stage: StagePart(plan.layers[stage], stage == 0, stage == last) for stage in plan.stages_of(rank)}
 
 
-class BusyClock:
-    """Time in which this rank's stages compute: seconds on a CPU, CUDA events on a GPU, read when asked for."""
+class Clock:
+    """Adds up how long something runs: host seconds on a CPU, CUDA events on a GPU, which are read when asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -117,13 +117,14 @@ class Stage(PipelineStage):
         self,
         model: StageModel,
         n_stages: int,
+        tokens: Tensor,
         hidden: Tensor,
         device: torch.device,
         group: dist.ProcessGroup,
-        clock: BusyClock,
+        clock: Clock,
     ) -> None:
-        """hidden: a meta tensor like what stages send on. With it nothing is found out by running the module."""
-        tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+        """tokens, hidden: meta tensors like what the first stage gets and what stages send on: with them nothing is found
+        out by running the module."""
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         super().__init__(
             model.module,
@@ -201,7 +202,7 @@ class Pipeline:
 
         microbatches: of a schedule run.
         tied:         the first and the last stage hold one table.
-        hidden:       of what stages send on: ranks that share a sequence's tokens there, width, dtype.
+        hidden:       of what stages send on: ranks among which a batch's tokens are divided there, width, dtype.
         """
         self.plan = plan
         self.group = meshes.pp.get_group()
@@ -210,8 +211,7 @@ class Pipeline:
         self._models = list(stages)
         self._device = device
         self._hidden = hidden
-        self._clock = BusyClock(device)
-        self._run_seconds = 0.0
+        self._computing, self._step = Clock(device), Clock(device)
         self._schedule: Any = None
         self._shape: tuple[int, ...] = ()
         self._stages: list[Stage] = []
@@ -242,16 +242,16 @@ class Pipeline:
         Returns the sum of the token cross-entropies, float64 scalar, the same on all ranks of the pp axis.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._clock.reset()
-        begin = time.perf_counter()
-        self._renew_second_copies()
-        for index, inputs in enumerate(runs):
-            losses = self._run(inputs, last=index == len(runs) - 1)
-            if losses:
-                total += torch.stack(losses).sum(dtype=torch.float64)
-        self._sum_tied_gradients()
-        dist.all_reduce(total, group=self.group)
-        self._run_seconds = time.perf_counter() - begin
+        self._computing.reset()
+        self._step.reset()
+        with self._step.running():
+            self._renew_second_copies()
+            for index, inputs in enumerate(runs):
+                losses = self._run(inputs, last=index == len(runs) - 1)
+                if losses:
+                    total += torch.stack(losses).sum(dtype=torch.float64)
+            self._sum_tied_gradients()
+            dist.all_reduce(total, group=self.group)
         return total
 
     def _run(self, inputs: Inputs, last: bool) -> list[Tensor]:
@@ -274,8 +274,11 @@ class Pipeline:
     def _build(self, shape: tuple[int, ...]) -> None:
         sharers, width, dtype = self._hidden
         hidden = torch.empty(shape[0], shape[1] // sharers, width, dtype=dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         n_stages = len(self.plan.layers)
-        self._stages = [Stage(model, n_stages, hidden, self._device, self.group, self._clock) for model in self._models]
+        self._stages = [
+            Stage(model, n_stages, tokens, hidden, self._device, self.group, self._computing) for model in self._models
+        ]
         single = self.plan.schedule in SINGLE_STAGE
         self._schedule = SCHEDULES[self.plan.schedule](
             self._stages[0] if single else self._stages,
@@ -305,9 +308,9 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Forward only. Collective.
+        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Collective.
 
-        A loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
+        A forward-only loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
         """
         self._renew_second_copies()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -358,7 +361,8 @@ class Pipeline:
     def bubble(self) -> dict[str, float]:
         """Of the last step: the share of its forward and backward in which a rank's stages do not compute, on average
         and on the worst rank, what the schedule promises, and (K - 1) / (M + K - 1). Collective over the pp axis."""
-        idle = 1.0 - self._clock.seconds() / self._run_seconds if self._run_seconds else 0.0
+        step = self._step.seconds()
+        idle = 1.0 - self._computing.seconds() / step if step else 0.0
         shares: list[Any] = [None] * self.plan.pp
         dist.all_gather_object(shares, idle, group=self.group)
         m, k = self._microbatches, self.plan.pp
