@@ -123,8 +123,10 @@ class Stage(PipelineStage):
         group: dist.ProcessGroup,
         clock: Clock,
     ) -> None:
-        """tokens, hidden: meta tensors like what the first stage gets and what stages send on: with them nothing is found
-        out by running the module."""
+        """tokens, hidden: meta tensors like what the first stage gets and what stages send on.
+
+        With them nothing is found out by running the module.
+        """
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         super().__init__(
             model.module,
