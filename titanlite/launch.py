@@ -18,7 +18,7 @@ from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
 from titanlite.command_line import Parser, print_problems, say
 from titanlite.config import check
-from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, resolve_layout
+from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, plan_pipeline, resolve_layout
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
@@ -275,7 +275,8 @@ def cannot_write(path: Path, error: OSError) -> InputError:
 def describe(plan: Plan, run_folder: Path, log_folder: Path) -> str:
     config = plan.loaded.config
     layout = resolve_layout(config.parallelism, plan.world_size)
-    batch = plan_batch(config.training, layout)
+    pipeline = plan_pipeline(config.model, config.parallelism)
+    batch = plan_batch(config.training, layout, pipeline)
     device = "GPU" if plan.gpus else "CPU"
     where = f"{plan.world_size} {device} process{'es' if plan.world_size > 1 else ''}"
     if plan.nodes.count > 1:
@@ -284,9 +285,13 @@ def describe(plan: Plan, run_folder: Path, log_folder: Path) -> str:
     degrees = ", ".join(f"{name} {getattr(layout, name)}" for name in axes if getattr(layout, name) > 1)
     lines = [
         f"{config.run.name}: {where}{f' ({degrees})' if degrees else ''}; "
-        f"{batch.rank_samples} samples a rank and step, as {batch.accumulation_steps} x {batch.local_batch_size}",
+        f"{batch.rank_samples} samples a rank and step, as {batch.accumulation_steps} x {batch.local_batch_size}"
+        + (f" in {batch.microbatches} microbatches" if pipeline else ""),
         f"run folder {run_folder} (config.toml: the run with every key)",
     ]
+    if pipeline is not None:
+        stages = " ".join(str(len(layers)) for layers in pipeline.layers)
+        lines.append(f"{pipeline.schedule} over {len(pipeline.layers)} stages, of {stages} layers")
     if plan.shown is not None and len(plan.shown) < plan.world_size:
         lines.append(f"output of the ranks not shown (LOG_RANK): {log_folder}")
     return "\n  ".join(lines)

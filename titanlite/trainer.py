@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.layout import parameter_counts, plan_batch
+from titanlite.config.layout import parameter_counts, plan_batch, plan_pipeline
 from titanlite.config.load import dump
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
@@ -31,7 +31,6 @@ from titanlite.model.flops import flops_per_token
 from titanlite.model.loss import IGNORED
 from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
-from titanlite.parallel import gradients
 from titanlite.parallel.parallelize import DTYPES, parallelize
 from titanlite.parallel.runtime import Ranks
 
@@ -215,7 +214,8 @@ class Trainer:
 
     def _build_loader(self) -> None:
         training, ranks = self.config.training, self.ranks
-        plan = plan_batch(training, ranks.layout)
+        pipeline = plan_pipeline(self.config.model, self.config.parallelism)
+        plan = plan_batch(training, ranks.layout, pipeline)
         self.loader = build_train_loader(
             self.prepared,
             self.data.order(self.config.data.epochs),
@@ -281,7 +281,7 @@ class Trainer:
         targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)  # on the host, as labels are
         totals = self.ranks.sum_over_data(torch.stack([loss_sum, loss_sum.new_full((), targets)]))
         loss = totals[0] / totals[1]
-        stats = gradients.finish(self.parameters.values(), totals[1], config.training.max_norm)
+        stats = self.model.finish_gradients(totals[1], config.training.max_norm)
         found_inf = torch.where(torch.isfinite(loss), stats.found_inf, 1.0)
         self.optimizer.step(lr, stats.grad_scale, found_inf)
         self.model.zero_grad()
@@ -400,6 +400,7 @@ class Trainer:
             "samples": done.state.samples,
             "tokens": done.state.tokens,
             **self.throughput.row(),
+            **self.model.metrics(),
             **extra,
         }
         assert self.metrics is not None

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import full_tensors, merge
-from tests.parity.harness import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, TP_LAYOUTS, Layout, data_section, make_text
+from tests.parity.harness import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, SECTIONED_LAYOUTS, Layout, data_section, make_text
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
@@ -72,7 +72,8 @@ def event_steps(folder: Path, tag: str = "train/loss") -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2", "cp 4", "cp 2 gathered x fsdp 2"]
+    "name",
+    ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2", "cp 4", "cp 2 gathered x fsdp 2", "pp 3"],
 )
 def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
@@ -86,7 +87,7 @@ def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path)
 
 
 def test_two_resumes_in_a_row_are_bitwise_under_tensor_parallelism(text: Path, tmp_path: Path) -> None:
-    layout, sections = TP_LAYOUTS["tp 2 x fsdp 2"]
+    layout, sections = SECTIONED_LAYOUTS["tp 2 x fsdp 2"]
     unbroken = train(layout, text, tmp_path / "unbroken", 6, sections)
     for steps in (2, 4, 6):
         resumed = train(layout, text, tmp_path / "broken", steps, sections)
@@ -148,7 +149,7 @@ def assert_same_curve(mine: Path, other: Path) -> None:
 def test_tensor_parallelism_goes_on_from_other_layouts_and_they_from_it(text: Path, tmp_path: Path) -> None:
     """The vocabulary is uneven over tp 2 and 4."""
     train(ONE_PROCESS, text, tmp_path / "one", STEPS, HEADS_8)
-    layouts = [TP_LAYOUTS["tp 2 x fsdp 2"][0], ONE_PROCESS, TP_LAYOUTS["tp 4"][0], LAYOUTS["fsdp 3"]]
+    layouts = [SECTIONED_LAYOUTS["tp 2 x fsdp 2"][0], ONE_PROCESS, SECTIONED_LAYOUTS["tp 4"][0], LAYOUTS["fsdp 3"]]
     for layout, steps in zip(layouts, (3, 5, 7, STEPS), strict=True):
         train(layout, text, tmp_path / "many", steps, HEADS_8)
     assert_same_curve(tmp_path / "many", tmp_path / "one")

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
-from titanlite.config.layout import plan_batch
+from titanlite.config.layout import plan_batch, plan_pipeline
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
 from titanlite.optim.optimizer import AdamW
@@ -140,7 +141,7 @@ def train_step(
     count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
     tokens = ranks.sum_over_data(torch.tensor(float(count), device=ranks.device))
     loss = ranks.sum_over_data(model.forward_backward(batches))
-    stats = gradients.finish(model.parameters.values(), tokens, config.training.max_norm)
+    stats = model.finish_gradients(tokens, config.training.max_norm)
     optimizer.step(lr_at(step, config.optimizer.lr, config.lr_scheduler), stats.grad_scale, stats.found_inf)
     return (loss / tokens).item(), stats, tokens
 
@@ -158,7 +159,7 @@ def global_batch(config: Config, step: int) -> Batch:
 
 def rank_batches(config: Config, ranks: runtime.Ranks, step: int) -> list[Batch]:
     """This rank's microbatches of the step."""
-    plan = plan_batch(config.training, ranks.layout)
+    plan = plan_batch(config.training, ranks.layout, plan_pipeline(config.model, config.parallelism))
     start = ranks.data_rank * plan.rank_samples
     whole = global_batch(config, step)
     return [
@@ -168,11 +169,23 @@ def rank_batches(config: Config, ranks: runtime.Ranks, step: int) -> list[Batch]
 
 
 def full_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole plain tensors on the CPU, gathered from all ranks. Collective."""
-    return {
+    """Whole plain tensors on the CPU, gathered from all ranks, those of other pipeline stages too. Collective.
+
+    Of what this rank has a copy of its own (tied embeddings in two stages), it is that copy.
+    """
+    whole = {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
         for name, tensor in named.items()
     }
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(whole))
+    if all(other == names[0] for other in names):
+        return whole
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, whole)
+    for part in parts:
+        whole = part | whole
+    return whole
 
 
 def largest_error(grads: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:

@@ -24,6 +24,16 @@ def tied_reference(text: Path) -> harness.Record:
 
 
 @pytest.fixture(scope="session")
+def deep_reference(text: Path) -> harness.Record:
+    return harness.run(harness.ONE_PROCESS, text, sections=harness.DEEP)[0]
+
+
+@pytest.fixture(scope="session")
+def deep_tied_reference(text: Path) -> harness.Record:
+    return harness.run(harness.ONE_PROCESS, text, sections=harness.merge(harness.DEEP, harness.TIED))[0]
+
+
+@pytest.fixture(scope="session")
 def masked_reference(text: Path) -> harness.Record:
     return harness.run(harness.ONE_PROCESS, text, sections=harness.MASKED)[0]
 

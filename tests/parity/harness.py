@@ -72,6 +72,7 @@ HEADS_8_KV_1: Sections = {"model": {"n_heads": 8, "n_kv_heads": 1}}
 # With BASE's seed and 8 heads under QK norm, the norm of single steps moves by 1e-5 for any order of summation (1.5e-5
 # under fsdp 3): rounding of the step before is magnified. With this seed the worst is 2e-6.
 CALM: Sections = {"run": {"seed": 5}}
+DEEP: Sections = {"model": {"n_layers": 8}}  # for pipelines with many stages
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,47 @@ for _name in (
     LAYOUTS[f"{_name}, full recomputation"] = Layout(
         _plain.world_size, merge(_plain.sections, {"activation_checkpoint": {"mode": "full"}})
     )
+# Pipelines. BASE has 3 layers: stages of 2 and 1.
+LAYOUTS |= {
+    "pp 2": _layout(2, pp=2, pp_microbatches=4),
+    "pp 2, GPipe": _layout(2, pp=2, pp_schedule="GPipe", pp_microbatches=3),
+    "pp 2, GPipe, one microbatch": _layout(2, pp=2, pp_schedule="GPipe", pp_microbatches=1),
+    "pp 2, accumulation 3": _layout(2, _microbatches(8), pp=2, pp_layers_per_stage=[1, 2]),
+    "pp 3": _layout(3, pp=3, pp_microbatches=4),
+    "pp 2 x fsdp 2, zero 3, accumulation 2": _layout(4, _microbatches(6), pp=2, dp_shard=2, zero_stage=3),
+    "pp 2 x hsdp 2x2, GPipe": _layout(8, pp=2, dp_shard=2, dp_replicate=2, pp_schedule="GPipe", pp_microbatches=3),
+}
+DEEP_LAYOUTS: dict[str, Layout] = {}  # of DEEP
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+for _schedule in SCHEDULES:
+    _set: dict[str, Any] = {"pp": 2, "pp_schedule": _schedule}
+    DEEP_LAYOUTS[f"pp 2, {_schedule}"] = _layout(2, pp_microbatches=4, **_set)
+    DEEP_LAYOUTS[f"pp 2 x dp_replicate 2, {_schedule}"] = _layout(4, _microbatches(6), dp_replicate=2, **_set)
+    if _schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        DEEP_LAYOUTS[f"pp 2 x fsdp 2, {_schedule}"] = _layout(4, _microbatches(4), dp_shard=2, **_set)
+        DEEP_LAYOUTS[f"pp 4, {_schedule}"] = _layout(4, pp_microbatches=4, **(_set | {"pp": 4}))
+_set = {"pp": 2, "pp_schedule": "LoopedBFS", "pp_layers_per_stage": [1] * 8, "pp_microbatches": 3}
+DEEP_LAYOUTS |= {
+    "pp 2, LoopedBFS, four stages a rank": _layout(2, **_set),
+    "pp 2 x fsdp 2, LoopedBFS, zero 3, four stages a rank": _layout(
+        4, _microbatches(6), dp_shard=2, zero_stage=3, **_set
+    ),
+    "pp 2, Interleaved1F1B, one microbatch": _layout(2, pp=2, pp_schedule="Interleaved1F1B", pp_microbatches=1),
+    "pp 4, ZBVZeroBubble, one microbatch": _layout(4, pp=4, pp_schedule="ZBVZeroBubble", pp_microbatches=1),
+}
+for _layouts, _name in (
+    (LAYOUTS, "pp 2"),
+    *((DEEP_LAYOUTS, f"pp 2, {name}") for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")),
+):
+    _plain = _layouts[_name]
+    _layouts[f"{_name}, full recomputation"] = Layout(
+        2, merge(_plain.sections, {"activation_checkpoint": {"mode": "full"}})
+    )
 
-# Tensor parallel: each with the sections over BASE that it needs, in which one process is run for comparison too.
+# Each with the sections over BASE that it needs, in which one process is run for comparison too: tensor parallelism,
+# and compositions.
 FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
-TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
+SECTIONED_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
     "tp 2": (_layout(2, tp=2), HEADS_8),
     "tp 4": (_layout(4, tp=4), HEADS_8),
     "tp 4 over 2 kv heads": (_layout(4, tp=4), HEADS_8_KV_2),
@@ -162,6 +200,27 @@ TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
     "tp 2 x cp 2 x fsdp 2, accumulation 2": (_layout(8, _microbatches(6), tp=2, cp=2, dp_shard=2), HEADS_8),
     "tp 2 x cp 2 gathered, masked": (_layout(4, tp=2, cp=2, cp_method="allgather"), merge(HEADS_8, MASKED)),
     "tp 2 x cp 2 x replicas 2, tied": (_layout(8, tp=2, cp=2, dp_replicate=2), merge(HEADS_8, TIED, CALM)),
+    "pp 2 x tp 2": (_layout(4, pp=2, tp=2), HEADS_8),
+    "pp 2 x cp 2": (_layout(4, pp=2, cp=2), HEADS_8),
+    "pp 2 x tp 2 x fsdp 2, tied": (_layout(8, pp=2, tp=2, dp_shard=2), merge(HEADS_8, TIED, CALM)),
+    "pp 2 x tp 2 x cp 2": (_layout(8, pp=2, tp=2, cp=2), HEADS_8),
+    "pp 2 x cp 2 gathered x fsdp 2, masked": (
+        _layout(8, pp=2, cp=2, cp_method="allgather", dp_shard=2),
+        merge(HEADS_8, MASKED),
+    ),
+    "pp 2 x tp 2, ZBVZeroBubble": (_layout(4, pp=2, tp=2, pp_schedule="ZBVZeroBubble"), merge(HEADS_8, DEEP)),
+    "pp 2 x cp 2, InterleavedZeroBubble": (
+        _layout(4, pp=2, cp=2, pp_schedule="InterleavedZeroBubble"),
+        merge(HEADS_8, DEEP),
+    ),
+    "pp 2 x tp 2 x cp 2, full recomputation": (
+        Layout(8, merge(_layout(8, pp=2, tp=2, cp=2).sections, FULL_RECOMPUTATION)),
+        HEADS_8,
+    ),
+    "pp 2 x tp 2, Interleaved1F1B": (
+        _layout(4, pp=2, tp=2, pp_schedule="Interleaved1F1B"),
+        merge(HEADS_8, DEEP),
+    ),
     "tp 2, masked": (_layout(2, tp=2), merge(HEADS_8, MASKED)),
     "tp 2 x fsdp 2, accumulation 2, full recomputation, masked": (
         Layout(4, merge(_layout(4, _microbatches(6), tp=2, dp_shard=2).sections, FULL_RECOMPUTATION)),
@@ -174,10 +233,11 @@ TP_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
 class Record:
     """What a run of the trainer did, as whole tensors and Python floats.
 
-    sample_ids, tokens: of this rank, step by step. data_rank: ranks that have the same one have the same samples.
+    sample_ids, tokens: of this rank, step by step.
     """
 
-    data_rank: int = 0
+    data_rank: int = 0  # which part of each step's samples this rank has ...
+    data_size: int = 1  # ... of how many
     init_hash: str = ""
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
@@ -193,7 +253,8 @@ class Recorder(Trainer):
 
     def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
         super().__init__(config, ranks)
-        self.record = Record(ranks.data_rank, tensors_hash(full_tensors(self.parameters).items()))
+        init_hash = tensors_hash(full_tensors(self.parameters).items())
+        self.record = Record(data_rank=ranks.data_rank, data_size=ranks.data_size, init_hash=init_hash)
         step, self.optimizer.step = self.optimizer.step, self._step  # type: ignore[method-assign]
         self._optimizer_step = step
 
@@ -253,17 +314,21 @@ def deviations(records: Sequence[Record], reference: Record) -> list[str]:
         error, name = largest_error(record.gradients, reference.gradients)
         if not error <= GRADIENT_TOLERANCE:
             found.append(f"rank {rank}: gradient of {name} off by {error:.2e}")
-    different = {record.data_rank: record for record in reversed(records)}
-    parts = [different[data_rank] for data_rank in sorted(different)]
-    for rank, record in enumerate(records):
-        if record.sample_ids != different[record.data_rank].sample_ids:
-            found.append(f"rank {rank}: other samples than another rank of data rank {record.data_rank}")
-    for step, ids in enumerate(reference.sample_ids):
-        mine = [number for record in parts for number in record.sample_ids[step]]
-        if mine != ids or not torch.equal(torch.cat([r.tokens[step] for r in parts]), reference.tokens[step]):
-            found.append(f"step {step + 1}: samples {mine[:8]}…, not {ids[:8]}…, or other tokens in them")
-            break
+        found += _samples(rank, record, reference)
+    if {record.data_rank for record in records} != set(range(records[0].data_size)):
+        found.append("some part of the samples is nobody's")
     return found
+
+
+def _samples(rank: int, record: Record, reference: Record) -> list[str]:
+    """Whether a rank has its part of every step's samples; ranks of one data rank (tp, pp, cp) have the same."""
+    for step, ids in enumerate(reference.sample_ids):
+        share = len(ids) // record.data_size
+        part = slice(record.data_rank * share, (record.data_rank + 1) * share)
+        mine = record.sample_ids[step]
+        if mine != ids[part] or not torch.equal(record.tokens[step], reference.tokens[step][part]):
+            return [f"rank {rank}, step {step + 1}: samples {mine[:8]}…, not {ids[part][:8]}…, or other tokens in them"]
+    return []
 
 
 def worst(records: Sequence[Record], reference: Record) -> dict[str, float]:

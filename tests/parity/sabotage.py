@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,7 @@ from titanlite.parallel import (
     gradients,
     mesh,
     parallelize,
+    pipeline_parallel,
     runtime,
     tensor_parallel,
 )
@@ -40,15 +41,15 @@ from titanlite.parallel import (
 class Fault:
     layout: str
     plant: Callable[[], None]
-    masked: bool = False  # planted in a run with document masks
+    kind: str = ""  # of the run it is planted in: "", "masked", "tied", "deep" or "deep tied"
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(layout: str, masked: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def fault(layout: str, kind: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(plant: Callable[[], None]) -> Callable[[], None]:
-        FAULTS[plant.__name__] = Fault(layout, plant, masked)
+        FAULTS[plant.__name__] = Fault(layout, plant, kind)
         return plant
 
     return add
@@ -132,7 +133,7 @@ def norm_of_the_own_shard() -> None:
 @fault("hsdp 2x2")
 def norm_counts_replicas_twice() -> None:
     right = gradients.global_norm
-    _set(gradients, "global_norm", lambda parameters: right(parameters) * 2**0.5)
+    _set(gradients, "global_norm", lambda *args: right(*args) * 2**0.5)
 
 
 @fault("fsdp 3")
@@ -208,7 +209,7 @@ def validation_counts_its_padding() -> None:
     _set(loader.ValidationData, "batches", unpadded)
 
 
-@fault("ddp 2, accumulation 4", masked=True)
+@fault("ddp 2, accumulation 4", kind="masked")
 def one_rank_has_no_documents() -> None:
     right = parallelize.ParallelModel._inputs
 
@@ -221,7 +222,7 @@ def one_rank_has_no_documents() -> None:
     _set(parallelize.ParallelModel, "_inputs", forgetful)
 
 
-@fault("fsdp 2", masked=True)
+@fault("fsdp 2", kind="masked")
 def validation_has_no_documents() -> None:
     right = loader.ValidationData.batches
 
@@ -318,7 +319,7 @@ def recomputation_sees_other_rotary_angles() -> None:
     _set(attention, "apply_rope", drifting)
 
 
-@fault("fsdp 2", masked=True)
+@fault("fsdp 2", kind="masked")
 def documents_start_one_token_late() -> None:
     right = transformer.document_mask
 
@@ -328,7 +329,7 @@ def documents_start_one_token_late() -> None:
     _set(transformer, "document_mask", late)
 
 
-@fault("fsdp 2, accumulation 2, full recomputation", masked=True)
+@fault("fsdp 2, accumulation 2, full recomputation", kind="masked")
 def recomputation_has_the_causal_mask_only() -> None:
     right = attention.Attention.forward
     calls = [0]
@@ -584,7 +585,7 @@ def gathered_gradients_are_not_reduced() -> None:
     _set(context_parallel, "scatter_sum", own)
 
 
-@fault("cp 2 gathered", masked=True)
+@fault("cp 2 gathered", kind="masked")
 def documents_are_not_gathered() -> None:
     right = context_parallel.gather_sequence
 
@@ -603,3 +604,127 @@ def gathered_keys_are_masked_by_row_order() -> None:
         return torch.full_like(mask, -torch.inf).triu(1)
 
     _set(context_parallel.AllGather, "mask", by_row)
+
+
+# ---- pipelines
+
+
+@fault("pp 2")
+def a_stage_is_left_out_of_the_norm() -> None:
+    right = gradients.global_norm
+
+    def without(parameters: Any, stages: Any = None) -> Tensor:
+        norm = right(parameters).square()  # of this rank's stages
+        dist.broadcast(norm, src=0)
+        return norm.sqrt()
+
+    _set(gradients, "global_norm", without)
+
+
+@fault("pp 3")
+def every_stage_has_its_own_norm() -> None:
+    right = gradients.global_norm
+    _set(gradients, "global_norm", lambda parameters, stages=None: right(parameters))
+
+
+@fault("pp 2")
+def gradients_are_divided_by_microbatches() -> None:
+    right = pipeline_parallel.PipelineStage.perform_reduce_grad
+    _set(pipeline_parallel.Stage, "perform_reduce_grad", lambda self, factor: right(self, self.chunks))
+
+
+@fault("pp 2, accumulation 3")
+def every_run_of_a_schedule_drops_the_ones_before() -> None:
+    right = pipeline_parallel.Pipeline._run
+
+    def forgetful(self: Any, inputs: Any, last: bool) -> Any:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return right(self, inputs, True)
+
+    _set(pipeline_parallel.Pipeline, "_run", forgetful)
+
+
+@fault("pp 2, GPipe")
+def labels_come_in_another_order_than_tokens() -> None:
+    right = pipeline_parallel.split
+
+    def mixed(inputs: Any, count: int) -> Any:
+        parts = right(inputs, count)
+        labels = [part["labels"] for part in parts]
+        return [part | {"labels": other} for part, other in zip(parts, [*labels[1:], labels[0]], strict=True)]
+
+    _set(pipeline_parallel, "split", mixed)
+
+
+@fault("pp 2")
+def the_first_stage_does_not_know_the_loss() -> None:
+    right = pipeline_parallel.Pipeline.forward_backward
+
+    def ignorant(self: Any, runs: Any) -> Tensor:
+        return right(self, runs) * (dist.get_rank() == 1)
+
+    _set(pipeline_parallel.Pipeline, "forward_backward", ignorant)
+
+
+@fault("pp 2")
+def validation_loses_a_microbatch() -> None:
+    right = pipeline_parallel.Pipeline.evaluate
+
+    def losing(self: Any, inputs: Any) -> Tensor:
+        return right(self, {name: value[1:] for name, value in inputs.items()})
+
+    _set(pipeline_parallel.Pipeline, "evaluate", losing)
+
+
+@fault("pp 2", kind="masked")
+def later_stages_have_the_first_microbatchs_documents() -> None:
+    right = pipeline_parallel.Stage.forward_one_chunk
+
+    def first(self: Any, *args: Any, **keywords: Any) -> Any:
+        if not self.is_first:
+            for microbatch in self.microbatches[1:]:
+                microbatch["documents"] = self.microbatches[0]["documents"]
+        return right(self, *args, **keywords)
+
+    _set(pipeline_parallel.Stage, "forward_one_chunk", first)
+
+
+@fault("pp 3", kind="tied")
+def copies_of_a_tied_table_are_not_summed() -> None:
+    _set(pipeline_parallel.Pipeline, "_sum_tied_gradients", lambda self: None)
+
+
+@fault("pp 3", kind="tied")
+def a_tied_table_counts_twice_in_the_norm() -> None:
+    right = pipeline_parallel.Pipeline.__init__
+
+    def counting(self: Any, *args: Any, **keywords: Any) -> None:
+        right(self, *args, **keywords)
+        self.counted = list(self.parameters.values())
+
+    _set(pipeline_parallel.Pipeline, "__init__", counting)
+
+
+@fault("pp 2, ZBVZeroBubble", kind="deep tied")
+def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
+    right = pipeline_parallel.Pipeline._renew_second_copies
+    calls = [0]
+
+    def once(self: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            right(self)
+
+    _set(pipeline_parallel.Pipeline, "_renew_second_copies", once)
+
+
+@fault("pp 2, DualPipeV", kind="deep")
+def two_stages_have_each_others_layers() -> None:
+    right = parallelize.stage_parts
+
+    def swapped(plan: Any, rank: int) -> Any:
+        first, second, third, last = plan.layers
+        return right(replace(plan, layers=(first, third, second, last)), rank)
+
+    _set(parallelize, "stage_parts", swapped)

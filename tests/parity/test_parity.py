@@ -9,7 +9,21 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.parity.harness import LAYOUTS, MASKED, STEPS, TIED, TP_LAYOUTS, Record, Sections, deviations, run, worst
+from tests.harness.training import merge
+from tests.parity.harness import (
+    DEEP,
+    DEEP_LAYOUTS,
+    LAYOUTS,
+    MASKED,
+    SECTIONED_LAYOUTS,
+    STEPS,
+    TIED,
+    Record,
+    Sections,
+    deviations,
+    run,
+    worst,
+)
 
 
 def test_reference_is_a_real_run(reference: Record) -> None:
@@ -28,7 +42,40 @@ def test_layout_changes_nothing(name: str, text: Path, reference: Record, record
     assert not deviations(records, reference)
 
 
-@pytest.mark.parametrize("name", ["ddp 3", "fsdp 3", "hsdp 2x2, zero 2, accumulation 2", "accumulation 4", "cp 2"])
+@pytest.mark.parametrize("name", DEEP_LAYOUTS)
+def test_layout_changes_nothing_in_a_deep_model(name: str, text: Path, deep_reference: Record) -> None:
+    records = run(DEEP_LAYOUTS[name], text, sections=DEEP)
+    print(name, worst(records, deep_reference))
+    assert not deviations(records, deep_reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp 4, 1F1B",
+        "pp 2 x dp_replicate 2, ZBVZeroBubble",
+        "pp 2 x dp_replicate 2, DualPipeV",
+        "pp 2 x fsdp 2, InterleavedZeroBubble",
+    ],
+)
+def test_layout_changes_nothing_in_a_deep_tied_model(name: str, text: Path, deep_tied_reference: Record) -> None:
+    records = run(DEEP_LAYOUTS[name], text, sections=merge(DEEP, TIED))
+    print(name, worst(records, deep_tied_reference))
+    assert not deviations(records, deep_tied_reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp 3",
+        "fsdp 3",
+        "hsdp 2x2, zero 2, accumulation 2",
+        "accumulation 4",
+        "cp 2",
+        "pp 3",
+        "pp 2 x fsdp 2, zero 3, accumulation 2",
+    ],
+)
 def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, tied_reference: Record) -> None:
     assert not deviations(run(LAYOUTS[name], text, sections=TIED), tied_reference)
 
@@ -43,6 +90,9 @@ def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, 
         "cp 4 gathered",
         "cp 2 gathered x fsdp 2",
         "cp 2 gathered x fsdp 2, full recomputation",
+        "pp 2",
+        "pp 2, accumulation 3",
+        "pp 2, full recomputation",
     ],
 )
 def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path, masked_reference: Record) -> None:
@@ -51,9 +101,9 @@ def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path,
     assert not deviations(records, masked_reference)
 
 
-@pytest.mark.parametrize("name", TP_LAYOUTS)
+@pytest.mark.parametrize("name", SECTIONED_LAYOUTS)
 def test_tensor_parallelism_changes_nothing(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
-    layout, sections = TP_LAYOUTS[name]
+    layout, sections = SECTIONED_LAYOUTS[name]
     records, reference = run(layout, text, sections=sections), one_process(sections)
     print(name, worst(records, reference))
     assert not deviations(records, reference)

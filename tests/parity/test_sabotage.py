@@ -7,17 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.harness import LAYOUTS, MASKED, TP_LAYOUTS, Record, Sections, deviations, run
+from tests.harness.training import merge
+from tests.parity.harness import (
+    DEEP,
+    DEEP_LAYOUTS,
+    LAYOUTS,
+    MASKED,
+    SECTIONED_LAYOUTS,
+    TIED,
+    Record,
+    Sections,
+    deviations,
+    run,
+)
 from tests.parity.sabotage import FAULTS
+
+SECTIONS = {"": {}, "masked": MASKED, "tied": TIED, "deep": DEEP, "deep tied": merge(DEEP, TIED)}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
     fault = FAULTS[name]
-    if fault.layout in TP_LAYOUTS:
-        layout, sections = TP_LAYOUTS[fault.layout]
+    if fault.layout in SECTIONED_LAYOUTS:
+        layout, sections = SECTIONED_LAYOUTS[fault.layout]
     else:
-        layout, sections = LAYOUTS[fault.layout], MASKED if fault.masked else {}
+        layout = (DEEP_LAYOUTS if fault.kind.startswith("deep") else LAYOUTS)[fault.layout]
+        sections = SECTIONS[fault.kind]
     found = deviations(run(layout, text, sections=sections, fault=name), one_process(sections))
     print(name, found[:2])
     assert found, f"{name} went unnoticed"

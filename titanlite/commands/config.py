@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.command_line import Parser, say
 from titanlite.config import check
-from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, resolve_layout
+from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, plan_pipeline, resolve_layout
 from titanlite.config.load import Loaded, available_configs, display, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
@@ -100,10 +100,13 @@ def layout_plan(loaded: Loaded, world_size: int | None) -> dict[str, Any]:
     if not world:
         return {}
     layout = resolve_layout(parallelism, world)
+    pipeline = plan_pipeline(loaded.config.model, parallelism)
+    stages = {} if pipeline is None else {"stage_layers": [len(layers) for layers in pipeline.layers]}
     return {
         "parameters": parameter_counts(loaded.config.model).total,
         "layout": asdict(layout),
-        "batch": asdict(plan_batch(loaded.config.training, layout)),
+        "batch": asdict(plan_batch(loaded.config.training, layout, pipeline)),
+        **stages,
     }
 
 
@@ -113,10 +116,13 @@ def plan_text(plan: dict[str, Any]) -> str:
     layout, batch = dict(plan["layout"]), plan["batch"]
     world = layout.pop("world_size")
     degrees = " ".join(f"{name}={degree}" for name, degree in layout.items())
+    stages = f"\nlayers of the stages: {plan['stage_layers']}" if "stage_layers" in plan else ""
     return (
         f"ok\n{plan['parameters']:,} parameters\nworld size {world}: {degrees}\n"
         f"each rank and step: {batch['rank_samples']} samples, as {batch['accumulation_steps']} forward "
         f"pass{'es' if batch['accumulation_steps'] > 1 else ''} of {batch['local_batch_size']}"
+        + (f" in {batch['microbatches']} microbatches" if stages else "")
+        + stages
     )
 
 

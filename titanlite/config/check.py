@@ -17,14 +17,23 @@ from typing import Any
 from pydantic import BaseModel
 
 from titanlite.config.keys import KEYS, nearest, shown
-from titanlite.config.layout import Layout, divisors, fixed_world_size, plan_batch, resolve_layout, shards_are_found
+from titanlite.config.layout import (
+    SPLIT_BACKWARD,
+    Layout,
+    divisors,
+    fixed_world_size,
+    plan_batch,
+    plan_pipeline,
+    resolve_layout,
+    shards_are_found,
+)
 from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import expand
 
-NOT_AVAILABLE = ("pp", "ep")  # degrees that cannot be above 1 yet
+NOT_AVAILABLE = ("ep",)  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
 
@@ -41,10 +50,15 @@ def static_problems(loaded: Loaded, world_size: int | None) -> list[Problem]:
     try:
         layout = resolve_layout(parallelism, world)
         problems += _lost_shards(loaded, layout)
-        plan_batch(loaded.config.training, layout)
+        if not _stages(loaded):
+            plan_batch(loaded.config.training, layout, plan_pipeline(loaded.config.model, parallelism))
     except InputError as error:
-        problems += [replace(problem, where=loaded.origin(problem.key)) for problem in error.problems]
+        problems += _placed(loaded, error)
     return problems
+
+
+def _placed(loaded: Loaded, error: InputError) -> list[Problem]:
+    return [replace(problem, where=loaded.origin(problem.key)) for problem in error.problems]
 
 
 def _problem(loaded: Loaded, key: str, allowed: str, fix: str, got: str | None = None) -> Problem:
@@ -67,6 +81,35 @@ def _available_degrees(loaded: Loaded) -> list[Problem]:
         for name in NOT_AVAILABLE
         if getattr(loaded.config.parallelism, name) > 1
     ]
+
+
+def _stages(loaded: Loaded) -> list[Problem]:
+    try:
+        plan_pipeline(loaded.config.model, loaded.config.parallelism)
+    except InputError as error:
+        return _placed(loaded, error)
+    return []
+
+
+def _schedule_limits(loaded: Loaded) -> list[Problem]:
+    parallelism = loaded.config.parallelism
+    if parallelism.pp == 1:
+        return []
+    problems = []
+    key, schedule = "parallelism.zero_stage", parallelism.pp_schedule
+    if parallelism.zero_stage == 2:
+        fix = "1 reduces once a step, which a pipeline does in any case; 3 frees parameters after forward"
+        problems.append(_problem(loaded, key, '"auto", 1 or 3 with parallelism.pp above 1', fix))
+    if schedule not in SPLIT_BACKWARD:
+        return problems
+    if parallelism.zero_stage == 3:
+        allowed = f'"auto" or 1 with {schedule}, which needs the weights after backward, for their gradients'
+        problems.append(_problem(loaded, key, allowed, "set it to 1, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"))
+    if loaded.config.compile.enable:
+        allowed = f"false with {schedule}, which runs backward in two parts"
+        fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+        problems.append(_problem(loaded, "compile.enable", allowed, fix))
+    return problems
 
 
 def _empty_texts(loaded: Loaded) -> list[Problem]:
@@ -236,6 +279,8 @@ def _lost_shards(loaded: Loaded, layout: Layout) -> list[Problem]:
 RULES: tuple[Rule, ...] = (
     _available_degrees,
     _tensor_parallel,
+    _stages,
+    _schedule_limits,
     _empty_texts,
     _heads,
     _rope_scaling,
@@ -451,10 +496,23 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
         found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
     if layout.cp == 1 and config.parallelism.cp_method != "ring":
         found.append("parallelism.cp_method: ignored while parallelism.cp is 1.")
+    pp_keys = ("pp_schedule", "pp_microbatches", "pp_layers_per_stage")
+    idle = [key for key in _chosen(loaded, "parallelism") if key.rpartition(".")[2] in pp_keys]
+    if layout.pp == 1 and idle:
+        found.append(f"{', '.join(idle)}: ignored while parallelism.pp is 1.")
     try:
-        plan = plan_batch(config.training, layout)
+        pipeline = plan_pipeline(config.model, config.parallelism)
+        plan = plan_batch(config.training, layout, pipeline)
     except InputError:
         return found
+    if pipeline is not None and pipeline.schedule in ("GPipe", "LoopedBFS") and config.training.loss_chunk_tokens:
+        held = plan.microbatches * config.model.padded_vocab_size * config.model.dim * 4
+        if held >= 2**30:
+            found.append(
+                f"parallelism.pp_schedule = {pipeline.schedule} keeps the output matrix's gradient of each of "
+                f"{plan.microbatches} microbatches: {held / 2**30:.1f} GiB on the last stage. 1F1B keeps one at a "
+                "time; fewer microbatches (parallelism.pp_microbatches) are fewer."
+            )
     if plan.local_batch_size < min(config.training.local_batch_size, plan.rank_samples):
         found.append(
             f"training.local_batch_size = {config.training.local_batch_size}: {plan.local_batch_size} is used, the "

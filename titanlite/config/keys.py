@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from titanlite.config.schema import Config, Section
 
-Kind = Literal["section", "list", "choice", "text", "boolean", "integer", "number"]
+Kind = Literal["section", "list", "integers", "choice", "text", "boolean", "integer", "number"]
 
 # What other trainers call our keys, where no spelling distance would find it.
 OTHER_NAMES = {
@@ -61,6 +61,8 @@ class Key:
             return f"a section with the keys {', '.join(self.fields)}"
         if self.kind == "list":
             return f"a list of one or more tables with the keys {', '.join(self.fields)}"
+        if self.kind == "integers":
+            return "a list of integers > 0"
         if self.kind == "choice":
             return "one of " + ", ".join(shown(choice) for choice in self.choices)
         if self.kind == "boolean":
@@ -88,7 +90,8 @@ def _describe(annotation: Any) -> tuple[Kind, type[Section] | None]:
     if get_origin(annotation) is Literal:
         return "choice", None
     if get_origin(annotation) is tuple:
-        return "list", get_args(annotation)[0]
+        inner = get_args(annotation)[0]
+        return ("list", inner) if isinstance(inner, type) and issubclass(inner, Section) else ("integers", None)
     if issubclass(annotation, Section):
         return "section", annotation
     kinds: dict[type, Kind] = {str: "text", bool: "boolean", int: "integer", float: "number"}
@@ -122,6 +125,8 @@ def shown(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         text = '"' + repr(value)[1:-1].replace('"', '\\"').replace("\\'", "'") + '"'
+    elif isinstance(value, tuple):
+        text = str(list(value))
     else:
         try:
             text = str(value)

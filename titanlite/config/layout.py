@@ -1,4 +1,5 @@
-"""Parallel degrees -> mesh shapes, a rank's share of a step, parameter counts: the one source for check and meshes.
+"""Parallel degrees -> mesh shapes, pipeline stages, a rank's share of a step, parameter counts: the one source for
+check and meshes.
 
 Torch-free.
 """
@@ -6,6 +7,7 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
@@ -114,19 +116,140 @@ def resolve_zero_stage(parallelism: ParallelismConfig, layout: Layout) -> int:
     return 3 if layout.pp == 1 else 1
 
 
+# Schedules by what they ask for. Looped: stage s is on rank s % pp. V: rank r has the stages r and 2 pp - 1 - r.
+SINGLE_STAGE = ("GPipe", "1F1B")
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# Backward in two parts, for inputs and for weights. FSDP must keep parameters gathered between them (zero_stage 1), and
+# torch.compile cannot cut a graph there.
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The stages of a pipeline: the global layers of each, in order, and how they are spread over pp ranks.
+
+    microbatches: of one schedule run; 0: as many as a run has samples.
+    """
+
+    schedule: str
+    pp: int
+    layers: tuple[range, ...]
+    microbatches: int
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages on one rank of the pp axis, ascending."""
+        if self.schedule in V_SHAPED:
+            return (rank, 2 * self.pp - 1 - rank)
+        return tuple(range(rank, len(self.layers), self.pp))
+
+    def rank_of(self, stage: int) -> int:
+        return next(rank for rank in range(self.pp) if stage in self.stages_of(rank))
+
+    def accepts(self, microbatches: int) -> bool:
+        """Whether torch's schedule can run so many microbatches."""
+        if self.schedule in ("1F1B", "DualPipeV"):
+            return microbatches >= len(self.layers)
+        if self.schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+            return microbatches % max(1, microbatches // self.pp) == 0
+        return True
+
+    @property
+    def limit(self) -> str:
+        """`accepts` in words."""
+        if self.schedule in ("1F1B", "DualPipeV"):
+            return f"at least as many microbatches as stages, {len(self.layers)}, for {self.schedule}"
+        return f"for {self.schedule} a number of microbatches that microbatches // pp (pp = {self.pp}) divides"
+
+    def ideal_bubble(self, microbatches: int) -> float:
+        """Share of a run in which a rank idles if all stages cost the same and sending costs nothing.
+
+        With v stages a rank: (K - 1) / (v M + K - 1), Narayanan et al. 2021; zero-bubble schedules fill it with the
+        gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward (Qi et al. 2023, ZB-H1),
+        and nothing in a V (2024).
+        """
+        if self.schedule in V_SHAPED:
+            return 0.0
+        work = len(self.layers) // self.pp * microbatches * (3 if self.schedule in SPLIT_BACKWARD else 1)
+        return (self.pp - 1) / (work + self.pp - 1)
+
+
+def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig) -> PipelinePlan | None:
+    """The stages that these sections ask for; None without a pipeline. Raises InputError when they cannot be."""
+    pp, schedule, counts = parallelism.pp, parallelism.pp_schedule, parallelism.pp_layers_per_stage
+    if pp == 1:
+        return None
+    least = 2 if schedule in V_SHAPED else 1
+    if counts:
+        _check_layers_per_stage(model, schedule, pp, counts)
+    elif model.n_layers < least * pp:
+        per_rank = f" ({schedule} has two stages a rank)" if least == 2 else ""
+        allowed = f"at most {model.n_layers // least}, as every stage has a layer{per_rank}"
+        fix = f"model.n_layers = {model.n_layers}: lower pp, raise n_layers" + (
+            ", or use a schedule of one stage a rank" if least == 2 and model.n_layers >= pp else ""
+        )
+        raise InputError(Problem("", "parallelism.pp", str(pp), allowed, fix))
+    else:
+        # Virtual stages make the bubble smaller: two a rank where the layers suffice.
+        n_stages = pp if schedule in SINGLE_STAGE or model.n_layers < 2 * pp else 2 * pp
+        counts = balanced_layers(model, n_stages)
+    starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    layers = tuple(range(a, b) for a, b in pairwise(starts))
+    return PipelinePlan(schedule, pp, layers, parallelism.pp_microbatches)
+
+
+def _check_layers_per_stage(model: ModelConfig, schedule: str, pp: int, counts: tuple[int, ...]) -> None:
+    key, got = "parallelism.pp_layers_per_stage", str(list(counts))
+    if schedule in LOOPED:
+        fits, wanted = len(counts) % pp == 0, f"a multiple of pp = {pp} numbers"
+    else:
+        n_stages = 2 * pp if schedule in V_SHAPED else pp
+        fits, wanted = len(counts) == n_stages, f"{n_stages} numbers, the stages of {schedule} at pp = {pp}"
+    if not fits:
+        fix = "give one number for every stage, or remove the key for a balanced split"
+        raise InputError(Problem("", key, f"{len(counts)} numbers", wanted, fix))
+    if sum(counts) != model.n_layers:
+        allowed = f"numbers whose sum is model.n_layers = {model.n_layers} (got {sum(counts)})"
+        raise InputError(Problem("", key, got, allowed, "remove the key for a balanced split"))
+
+
+def balanced_layers(model: ModelConfig, n_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, at least one, so that the most expensive stage costs as little as can be.
+
+    A cost is the numbers a token is multiplied with: a layer's matrices, the output's on the last stage, and the row of
+    the embedding that is read on the first. Of equal stages the later one gets a layer: an earlier one keeps more
+    microbatches.
+    """
+    costs = parameter_counts(model)
+    output = model.padded_vocab_size * model.dim
+    layer = (costs.matmul - costs.embedding) // model.n_layers
+    counts, spent = [1] * n_stages, [layer] * n_stages
+    spent[0] += model.dim
+    spent[-1] += output
+    for _ in range(model.n_layers - n_stages):
+        cheapest = min(range(n_stages), key=lambda stage: (spent[stage], -stage))
+        counts[cheapest] += 1
+        spent[cheapest] += layer
+    return tuple(counts)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one rank does of an optimizer step: accumulation_steps forward passes of local_batch_size samples."""
+    """What one rank does of an optimizer step: accumulation_steps forward passes of local_batch_size samples.
+
+    Under a pipeline a pass is a run of the schedule, in so many microbatches.
+    """
 
     rank_samples: int
     local_batch_size: int
     accumulation_steps: int
+    microbatches: int = 1
 
 
-def plan_batch(training: TrainingConfig, layout: Layout) -> BatchPlan:
-    """A rank's share, in passes of its largest divisor not above training.local_batch_size.
+def plan_batch(training: TrainingConfig, layout: Layout, pipeline: PipelinePlan | None = None) -> BatchPlan:
+    """A rank's share, in passes of its largest divisor not above training.local_batch_size (that the pipeline can do).
 
-    Raises InputError when the samples of a step cannot be split evenly.
+    Raises InputError when the samples of a step cannot be split evenly, or not into microbatches of the pipeline.
     """
     total = training.global_batch_size
     if total % layout.batch:
@@ -138,8 +261,38 @@ def plan_batch(training: TrainingConfig, layout: Layout) -> BatchPlan:
         allowed = f"a multiple of dp_replicate x dp_shard = {layout.batch}, so that every rank has a whole share"
         raise InputError(Problem("", "training.global_batch_size", str(total), allowed, fix))
     share = total // layout.batch
-    local = max(n for n in divisors(share) if n <= training.local_batch_size)
-    return BatchPlan(share, local, share // local)
+    if pipeline is None:
+        local, microbatches = max(n for n in divisors(share) if n <= training.local_batch_size), 1
+    else:
+        local, microbatches = _schedule_run(training, pipeline, share)
+    return BatchPlan(share, local, share // local, microbatches)
+
+
+def _schedule_run(training: TrainingConfig, pipeline: PipelinePlan, share: int) -> tuple[int, int]:
+    """Samples and microbatches of one schedule run: the most samples that fit. Raises InputError when none do."""
+    count, most = pipeline.microbatches, training.local_batch_size
+    key = "parallelism.pp_microbatches"
+    if count and not pipeline.accepts(count):
+        fix = "change it, or remove it: microbatches are then single samples"
+        raise InputError(Problem("", key, str(count), pipeline.limit, fix))
+    if count and share % count:
+        fix = f"set it to {_or_nearest(divisors(share), count)}, or change training.global_batch_size"
+        raise InputError(Problem("", key, str(count), f"a divisor of a rank's {share} samples of a step", fix))
+    fitting = [n for n in divisors(share) if (n % count == 0 if count else pipeline.accepts(n))]
+    if not fitting:
+        got = str(training.global_batch_size)
+        allowed = f"{pipeline.limit}; a rank has {share} samples of a step"
+        fix = "raise it, lower dp_replicate x dp_shard or pp, or use pp_schedule GPipe, which takes any number"
+        raise InputError(Problem("", "training.global_batch_size", got, allowed, fix))
+    local = max((n for n in fitting if n <= most), default=0)
+    if not local:
+        what = f"a schedule run of {count} microbatches" if count else f"what {pipeline.schedule} needs"
+        allowed = f"{fitting[0]} or more: samples of {what}"
+        if not count:
+            allowed += f" ({pipeline.limit})"
+        fix = f"set it to {fitting[0]} or more" + (", or use pp_schedule GPipe" if not count else "")
+        raise InputError(Problem("", "training.local_batch_size", str(most), allowed, fix))
+    return local, count or local
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,9 @@ class TrainingConfig(Section):
         description="Samples of an optimizer step, over all ranks."
     )
     local_batch_size: Positive = Field(
-        1, description="Most samples a rank puts through one forward pass; the rest is accumulated."
+        1,
+        description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest "
+        "is accumulated.",
     )
     steps: Positive = Field(description="Optimizer steps after which the run is finished.")
     max_norm: Annotated[float, Field(ge=0)] = Field(
@@ -230,7 +232,16 @@ class ParallelismConfig(Section):
     zero_stage: Annotated[Literal["auto", 1, 2, 3], BeforeValidator(_no_lookalike)] = Field(
         "auto",
         description="3 frees parameters after forward; 2 keeps them through the step and reduce-scatters every "
-        'microbatch; 1 reduces once a step. "auto": 3.',
+        'microbatch; 1 reduces once a step. "auto": 3, or 1 under a pipeline.',
+    )
+    pp_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = Field("1F1B", description="The order in which pipeline stages take their microbatches.")
+    pp_microbatches: NonNegative = Field(
+        0, description="Microbatches into which a schedule run's samples are cut. 0: microbatches of one sample."
+    )
+    pp_layers_per_stage: tuple[Positive, ...] = Field(
+        (), strict=False, description="Layers of every pipeline stage, in order. []: balanced by cost."
     )
 
 

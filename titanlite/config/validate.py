@@ -107,7 +107,7 @@ def unknown_key(where: str, place: Place, value: object) -> Problem:
 def _wrong(where: str, place: Place, value: object) -> Problem:
     key = find_key(place)
     assert key is not None
-    words = f"a table with the keys {', '.join(key.fields)}" if isinstance(place[-1], int) else key.words
+    words = f"a table with the keys {', '.join(key.fields)}" if isinstance(place[-1], int) and key.fields else key.words
     return Problem(where, dotted(place), with_type(value), words, _fix(key, value, where))
 
 
@@ -118,6 +118,8 @@ def _fix(key: Key, value: object, where: str) -> str:
         if isinstance(value, dict) and where != COMMAND_LINE:
             return f"write [[{key.dotted}]], with two brackets"
         return f"write '[{{{example}}}]'" if where == COMMAND_LINE else f"write [[{key.dotted}]] and its keys below"
+    if key.kind == "integers":
+        return "write [1, 2]: whole numbers in brackets"
     if key.kind == "choice":
         texts = {str(choice): choice for choice in key.choices}
         if isinstance(value, str) and OTHER_VALUES.get(value.lower()) in texts:

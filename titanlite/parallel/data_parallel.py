@@ -81,7 +81,8 @@ class Sharded:
 
     Stage 3 frees a block's parameters after forward. Stage 2 keeps them through the step's microbatches and
     reduce-scatters after each. Stage 1 also keeps whole gradients, in float32, and reduces once a step. At rest
-    parameters, gradients and optimizer state are sharded in all three.
+    parameters, gradients and optimizer state are sharded in all three. Under a pipeline stages 1 and 3 both keep whole
+    gradients, and the schedule says when to reduce.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class Sharded:
         zero_stage: int,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        pipeline: bool = False,
     ) -> None:
         self._zero_stage = zero_stage
         # FSDP accumulates unreduced gradients in reduce_dtype. To keep float32 there, only what is sent is rounded.
-        narrow_comm = zero_stage == 1 and reduce_dtype != torch.float32
+        narrow_comm = (zero_stage == 1 or pipeline) and reduce_dtype != torch.float32
         policy = MixedPrecisionPolicy(
             param_dtype=None if param_dtype == torch.float32 else param_dtype,
             reduce_dtype=torch.float32 if narrow_comm else reduce_dtype,

@@ -35,15 +35,22 @@ class GradientStats:
 
 
 @torch.no_grad()
-def finish(parameters: Iterable[torch.nn.Parameter], tokens: torch.Tensor, max_norm: float) -> GradientStats:
+def finish(
+    parameters: Iterable[torch.nn.Parameter],
+    tokens: torch.Tensor,
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+) -> GradientStats:
     """Measure the gradients and say how the optimizer must scale them. Collective.
 
-    parameters: all of the model, DTensors of any meshes and plain tensors mixed, each with its summed gradient
+    parameters: all of the model (that this stage counts), DTensors of any meshes and plain tensors mixed, each with its
+                summed gradient
     tokens:     scalar on the device, the number of valid targets of the step over all ranks
     max_norm:   the norm of the mean's gradient is clipped to this; 0: no clipping
+    stages:     the ranks that hold the model's other stages
     """
     tokens = tokens.float()
-    norm = global_norm(parameters).float() / tokens
+    norm = global_norm(parameters, stages).float() / tokens
     grad_scale = tokens
     if max_norm > 0:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that curves can be compared with other code.
@@ -52,11 +59,12 @@ def finish(parameters: Iterable[torch.nn.Parameter], tokens: torch.Tensor, max_n
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+def global_norm(parameters: Iterable[torch.nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """2-norm over all gradients, each element of the model counted once whatever holds it. float64 scalar. Collective.
 
     Gradients are grouped by mesh and placements (get_total_norm refuses mixed ones). A group's local squares are
-    summed over the axes that shard it; a replicated axis holds copies, which are not counted again.
+    summed over the axes that shard it; a replicated axis holds copies, which are not counted again. Pipeline stages
+    add up.
     """
     groups: dict[object, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -76,7 +84,10 @@ def global_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
                 if not placement.is_replicate():  # Shard, or FSDP's _StridedShard, which is no Shard
                     dist.all_reduce(square, group=mesh.get_group(axis))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 def _sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Build on meta -> tensor parallelism -> context parallelism -> activation checkpointing -> compile per block -> FSDP ->
-materialise -> initial weights. DDP cannot wrap meta tensors: there materialising comes before wrapping.
+Pipeline split -> build on meta -> tensor parallelism -> context parallelism -> activation checkpointing -> compile per
+block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it comes after materialising.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 # Private in torch (seen working on 2.11.0 and 2.13.0, CPU). The public way to a shard's place is to shard an arange.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanlite.config.layout import resolve_zero_stage
+from titanlite.config.layout import plan_batch, plan_pipeline, resolve_zero_stage
 from titanlite.config.schema import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -25,10 +25,13 @@ from titanlite.config.schema import (
 )
 from titanlite.model.init import init_
 from titanlite.model.transformer import Transformer
+from titanlite.parallel import gradients
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.context_parallel import apply_context_parallel, shard_sequence
 from titanlite.parallel.data_parallel import Replicated, Sharded, Single
+from titanlite.parallel.gradients import GradientStats
 from titanlite.parallel.mesh import Meshes
+from titanlite.parallel.pipeline_parallel import Pipeline, StageModel, StagePart, stage_parts
 from titanlite.parallel.runtime import Ranks
 from titanlite.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -60,6 +63,10 @@ class ParallelModel:
         """This rank's part of each sequence: what forward_backward and evaluate take. Targets are counted after it."""
         return shard_sequence(batch, self._meshes.cp) if self._meshes.cp.size() > 1 else batch
 
+    def release(self) -> None:
+        """Free what a forward pass without backward left gathered."""
+        self._strategy.release()
+
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -88,10 +95,46 @@ class ParallelModel:
         self._strategy.release()
         return loss
 
+    def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
+        """gradients.finish of the whole model. Collective."""
+        return gradients.finish(self.parameters.values(), tokens, max_norm)
+
+    def metrics(self) -> dict[str, float]:
+        """What this form of parallelism adds to a row of metrics; the host may wait for the device. Collective."""
+        return {}
+
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's arguments, on the device."""
         keys = {"tokens_or_h": "tokens", "labels": "labels", "documents": "documents", "positions": "positions"}
         return {name: batch[key].to(self._device, non_blocking=True) for name, key in keys.items() if key in batch}
+
+
+class PipelinedModel(ParallelModel):
+    """This rank's stages. A batch of forward_backward is one run of the schedule."""
+
+    def __init__(
+        self, pipeline: Pipeline, stages: Sequence[ParallelModel], device: torch.device, meshes: Meshes
+    ) -> None:
+        self.module = nn.ModuleList(stage.module for stage in stages)
+        self.parameters = pipeline.parameters
+        self._device = device
+        self._meshes = meshes
+        self._pipeline = pipeline
+
+    def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """As without a pipeline. The loss is the same on all ranks of the pp axis, each of which has the batches."""
+        assert batches, "a step has at least one schedule run"
+        return self._pipeline.forward_backward([self._inputs(batch) for batch in batches])
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        return self._pipeline.evaluate(self._inputs(batch))
+
+    def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
+        return gradients.finish(self._pipeline.counted, tokens, max_norm, self._pipeline.group)
+
+    def metrics(self) -> dict[str, float]:
+        return self._pipeline.bubble()
 
 
 def parallelize(
@@ -103,12 +146,24 @@ def parallelize(
     *,
     seed: int,
     ranks: Ranks,
+    part: StagePart | None = None,
 ) -> ParallelModel:
-    """Build the model of this rank, laid out as the parallelism section says, with its initial weights. Collective."""
+    """Build the model of this rank, laid out as the parallelism section says, with its initial weights. Collective.
+
+    part: build this part of the model, a pipeline stage, instead.
+    """
+    if ranks.layout.pp > 1 and part is None:
+        sections = (model_config, training, parallelism, activation_checkpoint, compile_config)
+        return _pipeline(*sections, seed=seed, ranks=ranks)
     param_dtype = DTYPES[training.mixed_precision_param]
     reduce_dtype = DTYPES[training.mixed_precision_reduce]
     with torch.device("meta"):
-        model = Transformer(model_config, compute_dtype=param_dtype, loss_chunk_tokens=training.loss_chunk_tokens)
+        model = Transformer(
+            model_config,
+            compute_dtype=param_dtype,
+            loss_chunk_tokens=training.loss_chunk_tokens,
+            **({} if part is None else vars(part)),
+        )
     if ranks.layout.tp > 1:
         apply_tensor_parallel(model, ranks.meshes, model_config)
     blocks = list(model.layers.values())
@@ -129,9 +184,38 @@ def parallelize(
         strategy = Single(model) if ranks.world_size == 1 else Replicated(model, ranks.device, reduce_dtype)
     else:
         zero_stage = resolve_zero_stage(parallelism, ranks.layout)
-        strategy = Sharded(model, blocks, ranks.meshes.hsdp, zero_stage, param_dtype, reduce_dtype)
+        mesh, pipeline = ranks.meshes.hsdp, part is not None
+        strategy = Sharded(model, blocks, mesh, zero_stage, param_dtype, reduce_dtype, pipeline)
         parameters = materialise(model, model_config, seed, ranks.device)
     return ParallelModel(model, strategy, parameters, ranks.device, ranks.meshes)
+
+
+def _pipeline(
+    model_config: ModelConfig,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    activation_checkpoint: ActivationCheckpointConfig,
+    compile_config: CompileConfig,
+    *,
+    seed: int,
+    ranks: Ranks,
+) -> PipelinedModel:
+    """This rank's stages, each laid out as parallelize does it, and the pipeline that runs them. Collective."""
+    plan = plan_pipeline(model_config, parallelism)
+    assert plan is not None
+    parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
+    sections = (model_config, training, parallelism, activation_checkpoint, compile_config)
+    stages = {index: parallelize(*sections, seed=seed, ranks=ranks, part=part) for index, part in parts.items()}
+    pipeline = Pipeline(
+        plan,
+        plan_batch(training, ranks.layout, plan).microbatches,
+        [StageModel(index, stage.module, stage.parameters, stage.release) for index, stage in stages.items()],
+        ranks.meshes,
+        ranks.device,
+        tied=model_config.tie_word_embeddings,
+        hidden=(ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
+    )
+    return PipelinedModel(pipeline, list(stages.values()), ranks.device, ranks.meshes)
 
 
 def _compile(blocks: Sequence[nn.Module]) -> None:

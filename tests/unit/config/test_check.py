@@ -10,6 +10,7 @@ import pytest
 
 from titanlite.config.check import NOT_AVAILABLE, machine_problems, static_problems, warnings
 from titanlite.config.load import Loaded, dump, load
+from titanlite.config.problems import Problem
 
 from .conftest import Write
 
@@ -58,6 +59,38 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
             "fix: set model.vocab_pad_multiple to a multiple of 4",
         ),
         (["--parallelism.dp_shard=0"], "parallelism.dp_shard", "-1, or an integer > 0"),
+        (["--parallelism.pp=3"], "parallelism.pp", "got 3; allowed: at most 2, as every stage has a layer"),
+        (
+            ["--parallelism.pp=2", "--parallelism.pp_schedule=ZBVZeroBubble"],
+            "parallelism.pp",
+            "at most 1, as every stage has a layer (ZBVZeroBubble has two stages a rank)",
+        ),
+        (
+            ["--parallelism.pp=2", "--parallelism.pp_layers_per_stage=[1,1,1]"],
+            "parallelism.pp_layers_per_stage",
+            "got 3 numbers; allowed: 2 numbers, the stages of 1F1B at pp = 2",
+        ),
+        (
+            ["--parallelism.pp=2", "--parallelism.pp_layers_per_stage=[1, 2]"],
+            "parallelism.pp_layers_per_stage",
+            "got [1, 2]; allowed: numbers whose sum is model.n_layers = 2 (got 3)",
+        ),
+        (
+            ["--parallelism.pp=2", "--parallelism.pp_schedule=LoopedBFS", "--parallelism.pp_layers_per_stage=[1,1,1]"],
+            "parallelism.pp_layers_per_stage",
+            "allowed: a multiple of pp = 2 numbers",
+        ),
+        (["--parallelism.pp=2", "--parallelism.zero_stage=2"], "parallelism.zero_stage", '"auto", 1 or 3 with'),
+        (
+            ["--parallelism.pp=2", "--parallelism.pp_schedule=InterleavedZeroBubble", "--parallelism.zero_stage=3"],
+            "parallelism.zero_stage",
+            '"auto" or 1 with InterleavedZeroBubble, which needs the weights after backward',
+        ),
+        (
+            ["--parallelism.pp=2", "--parallelism.pp_schedule=InterleavedZeroBubble", "--compile.enable"],
+            "compile.enable",
+            "false with InterleavedZeroBubble, which runs backward in two parts",
+        ),
         (["--data.document_mask=true", "--tokenizer.add_eos=false"], "data.document_mask", "tokenizer.add_eos = true"),
         (["--data.sources=[{path='a', validation_path='a'}]"], "data.sources.0.validation_path", "another path than"),
         (["--data.sources=[{path='a', text_key=''}]"], "data.sources.0.text_key", "text that is not empty"),
@@ -123,8 +156,8 @@ def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> Non
 
 
 def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
-    assert NOT_AVAILABLE == ("pp", "ep")
-    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 8)
+    assert NOT_AVAILABLE == ("ep",)
+    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 2)
     assert [problem.key for problem in problems] == [f"parallelism.{name}" for name in NOT_AVAILABLE]
 
 
@@ -146,6 +179,75 @@ def test_context_parallelism(make: Make) -> None:
     assert problems(*masked, "--parallelism.cp_method=allgather") == []
     keys = [key for key, _ in problems(*masked, "--training.seq_len=61")]
     assert keys == ["training.seq_len", "parallelism.cp_method"]
+
+
+PP = ("--parallelism.pp=2", "--training.local_batch_size=12")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (
+            ["--training.local_batch_size=1"],
+            "training.local_batch_size",
+            "got 1; allowed: 2 or more: samples of what 1F1B",
+        ),
+        (
+            ["--parallelism.pp_microbatches=1"],
+            "parallelism.pp_microbatches",
+            "at least as many microbatches as stages, 2",
+        ),
+        (
+            ["--parallelism.pp_microbatches=5"],
+            "parallelism.pp_microbatches",
+            "a divisor of a rank's 12 samples of a step",
+        ),
+        (
+            ["--parallelism.pp_microbatches=6", "--training.local_batch_size=5"],
+            "training.local_batch_size",
+            "got 5; allowed: 6 or more: samples of a schedule run of 6 microbatches",
+        ),
+        (["--training.global_batch_size=1"], "training.global_batch_size", "a rank has 1 samples of a step"),
+        (
+            ["--parallelism.pp_schedule=Interleaved1F1B", "--parallelism.pp_microbatches=3", "--model.n_layers=4"],
+            "",
+            "",
+        ),
+        (
+            [
+                "--parallelism.pp_schedule=Interleaved1F1B",
+                "--parallelism.pp_microbatches=5",
+                "--model.n_layers=4",
+                "--training.global_batch_size=10",
+            ],
+            "parallelism.pp_microbatches",
+            "for Interleaved1F1B a number of microbatches that microbatches // pp (pp = 2) divides",
+        ),
+        (["--parallelism.zero_stage=3"], "", ""),
+        (["--parallelism.zero_stage=1", "--parallelism.pp_schedule=GPipe", "--compile.enable"], "", ""),
+        (["--parallelism.pp_layers_per_stage=[1,1]"], "", ""),
+        (["--parallelism.pp_schedule=GPipe", "--training.local_batch_size=1"], "", ""),
+    ],
+)
+def test_rules_of_a_pipeline_in_its_world(make: Make, overrides: list[str], key: str, words: str) -> None:
+    problems = static_problems(make(*PP, *overrides), 2)
+    assert [problem.key for problem in problems] == ([key] if key else [])
+    assert all(words in str(problem) and problem.where == "command line" for problem in problems), problems
+
+
+def test_a_list_of_layers_is_one_of_integers(refused: Callable[..., list[Problem]]) -> None:
+    for value in ("[1.5]", "[true]", "[0]", "3", "['1']", "{}"):
+        (problem,) = refused(overrides=(f"--parallelism.pp_layers_per_stage={value}",))
+        assert problem.key.startswith("parallelism.pp_layers_per_stage") and "a list of integers > 0" in problem.allowed
+
+
+def test_pipeline_warnings(make: Make) -> None:
+    (warning,) = warnings(make("--parallelism.pp_microbatches=2", "--parallelism.pp_schedule=GPipe"), 1)
+    assert warning == "parallelism.pp_microbatches, parallelism.pp_schedule: ignored while parallelism.pp is 1."
+    wide = ("--model.vocab_size=400000", "--tokenizer.path=a", "--data.sources=[{path='a'}]", "--model.dim=128")
+    (warning,) = warnings(make(*PP, *wide, "--parallelism.pp_schedule=GPipe"), 2)
+    assert "gradient of each of 12 microbatches: 2.3 GiB on the last stage" in warning
+    assert warnings(make(*PP, *wide), 2) == []
 
 
 def test_rules_of_the_world(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from titanlite.config.layout import (
     BatchPlan,
     Layout,
+    PipelinePlan,
+    balanced_layers,
     divisors,
     fixed_world_size,
     parameter_counts,
     plan_batch,
+    plan_pipeline,
     resolve_layout,
     resolve_zero_stage,
     shards_are_found,
@@ -152,6 +156,96 @@ def test_zero_stage_auto() -> None:
 def test_batch_plan_takes_the_largest_divisor(total: int, world: int, most: int, plan: tuple[int, ...]) -> None:
     training = TrainingConfig(seq_len=8, global_batch_size=total, local_batch_size=most, steps=1)
     assert plan_batch(training, _layout(world)) == BatchPlan(*plan)
+
+
+def _model(n_layers: int, **keys: Any) -> ModelConfig:
+    base: dict[str, Any] = {"vocab_size": 128, "dim": 64, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64}
+    return ModelConfig(n_layers=n_layers, **(base | keys))
+
+
+def _pipeline(schedule: str, pp: int, n_layers: int, **keys: Any) -> PipelinePlan:
+    parallelism = ParallelismConfig(pp=pp, pp_schedule=schedule, **keys)  # type: ignore[arg-type]
+    plan = plan_pipeline(_model(n_layers), parallelism)
+    assert plan is not None
+    return plan
+
+
+def test_no_pipeline_has_no_plan() -> None:
+    assert plan_pipeline(_model(3), ParallelismConfig(pp_layers_per_stage=(7,))) is None
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("vocab", [128, 1024, 4096])
+def test_the_balanced_split_is_the_best_there_is(n_stages: int, vocab: int) -> None:
+    """The most expensive stage costs no more than in any other split (a layer: 4 * 64 * 64 + 3 * 64 * 64)."""
+    model = _model(8, vocab_size=vocab)
+    layer, output = 7 * 64 * 64, vocab * 64
+
+    def dearest(counts: tuple[int, ...]) -> int:
+        costs = [count * layer for count in counts]
+        costs[0] += 64
+        costs[-1] += output
+        return max(costs)
+
+    splits = [s for s in itertools.product(range(1, 9), repeat=n_stages) if sum(s) == 8]
+    found = balanced_layers(model, n_stages)
+    assert found in splits
+    assert dearest(found) == min(dearest(s) for s in splits)
+
+
+def test_a_large_output_leaves_layers_to_the_other_stages() -> None:
+    assert balanced_layers(_model(8, vocab_size=128), 2) == (4, 4)
+    assert balanced_layers(_model(8, vocab_size=2048), 2) == (6, 2)  # 4.6 layers' worth
+    assert balanced_layers(_model(3, vocab_size=128), 2) == (2, 1)
+    assert balanced_layers(load("llama_8b").config.model, 4) == (8, 9, 9, 6)  # 2.4 layers' worth
+
+
+def test_stages_and_their_ranks() -> None:
+    plan = _pipeline("1F1B", 3, 7)
+    assert [list(layers) for layers in plan.layers] == [[0, 1], [2, 3, 4], [5, 6]]
+    assert [plan.stages_of(rank) for rank in range(3)] == [(0,), (1,), (2,)]
+    plan = _pipeline("Interleaved1F1B", 2, 9)
+    assert [plan.stages_of(rank) for rank in range(2)] == [(0, 2), (1, 3)]
+    assert len(_pipeline("LoopedBFS", 2, 3).layers) == 2, "too few layers for two stages a rank"
+    plan = _pipeline("ZBVZeroBubble", 3, 6)
+    assert [plan.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [plan.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    plan = _pipeline("LoopedBFS", 2, 6, pp_layers_per_stage=(1, 1, 1, 1, 1, 1))
+    assert [plan.stages_of(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert _pipeline("GPipe", 2, 5, pp_layers_per_stage=(1, 4)).layers == (range(1), range(1, 5))
+
+
+def test_bubbles_that_schedules_promise() -> None:
+    assert _pipeline("1F1B", 4, 8).ideal_bubble(8) == 3 / 11
+    assert _pipeline("Interleaved1F1B", 4, 8).ideal_bubble(8) == 3 / 19
+    assert _pipeline("InterleavedZeroBubble", 4, 8).ideal_bubble(8) == 3 / 51
+    assert _pipeline("ZBVZeroBubble", 4, 8).ideal_bubble(8) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "most", "microbatches", "plan"),
+    [
+        ("1F1B", 2, 24, 0, (24, 24, 1, 24)),
+        ("1F1B", 2, 10, 0, (24, 8, 3, 8)),
+        ("1F1B", 2, 10, 4, (24, 8, 3, 4)),
+        ("1F1B", 2, 24, 3, (24, 24, 1, 3)),
+        ("GPipe", 4, 1, 0, (24, 1, 24, 1)),
+        ("1F1B", 4, 5, 0, (24, 4, 6, 4)),
+        ("Interleaved1F1B", 4, 7, 0, (24, 6, 4, 6)),
+        ("InterleavedZeroBubble", 4, 24, 8, (24, 24, 1, 8)),
+        ("Interleaved1F1B", 2, 24, 3, (24, 24, 1, 3)),
+    ],
+)
+def test_batch_plan_of_a_pipeline(schedule: str, pp: int, most: int, microbatches: int, plan: tuple[int, ...]) -> None:
+    training = TrainingConfig(seq_len=8, global_batch_size=24, local_batch_size=most, steps=1)
+    pipeline = _pipeline(schedule, pp, 8, pp_microbatches=microbatches)
+    assert plan_batch(training, _layout(pp, pp=pp), pipeline) == BatchPlan(*plan)
+
+
+def test_a_run_of_a_schedule_is_the_most_samples_that_it_accepts() -> None:
+    """9 samples are more than Interleaved1F1B can do at pp 2 (9 // 2 = 4 rounds), 3 are not."""
+    training = TrainingConfig(seq_len=8, global_batch_size=9, local_batch_size=9, steps=1)
+    assert plan_batch(training, _layout(2, pp=2), _pipeline("Interleaved1F1B", 2, 8)) == BatchPlan(9, 3, 3, 3)
 
 
 def test_batch_is_split_over_data_parallel_ranks_only() -> None:

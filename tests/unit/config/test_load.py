@@ -135,6 +135,8 @@ def _random_tree(prefix: str, rng: random.Random) -> dict[str, Any]:
             continue
         if key.kind == "section":
             tree[name] = _random_tree(key.dotted, rng)
+        elif key.kind == "integers":
+            tree[name] = [rng.randrange(1, 9) for _ in range(rng.randrange(4))]
         elif key.kind == "list":
             tree[name] = [_random_tree(key.dotted, rng) for _ in range(rng.randrange(1, 4))]
         elif key.required or rng.random() < 0.7:

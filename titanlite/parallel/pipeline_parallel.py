@@ -1,0 +1,390 @@
+"""Pipeline parallelism: this rank's stages and the schedule of torch.distributed.pipelining that runs them.
+
+A stage is a part of the model that was laid out like a whole one (tensor parallel, FSDP, ...). A schedule run takes a
+batch in microbatches through all stages, forward and backward, nothing scaled; gradients wait unsharded for the step's
+last run and are reduced once. The loss is known to all ranks.
+
+Private in torch, and so wrapped here (seen working on 2.13.0, CPU): `PipelineStage.perform_reduce_grad`, and that
+`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.layout import SINGLE_STAGE, PipelinePlan
+from titanlite.parallel.mesh import Meshes
+
+SCHEDULES: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+TIED = "embedding.weight"  # the one tensor that two stages may hold
+
+Inputs = Mapping[str, Tensor]  # the model's arguments
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a stage has of the model: arguments of Transformer."""
+
+    layers: range
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """A stage that is laid out: what is called, its parameters by FQN, and what frees what evaluation gathered."""
+
+    index: int
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    release: Callable[[], None]
+
+
+def stage_parts(plan: PipelinePlan, rank: int) -> dict[int, StagePart]:
+    """The stages of one rank of the pp axis, by index."""
+    last = len(plan.layers) - 1
+    return {stage: StagePart(plan.layers[stage], stage == 0, stage == last) for stage in plan.stages_of(rank)}
+
+
+class Clock:
+    """Adds up how long something runs: host seconds on a CPU, CUDA events on a GPU, which are read when asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if not self._cuda:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._events.append((begin, end))
+
+    def reset(self) -> None:
+        self._seconds = 0.0
+        self._events.clear()
+
+    def seconds(self) -> float:
+        """Since the last reset. On a GPU the host waits for the work."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+
+
+class Stage(PipelineStage):
+    """torch's stage, with three things of ours: inputs by the microbatch's number, one reduction a step, a clock.
+
+    Every rank has the batch, so a stage takes what it needs of tokens, labels, documents and positions from its own
+    copy; only hidden states travel.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        n_stages: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        clock: Clock,
+    ) -> None:
+        """tokens, hidden: meta tensors like what the first stage gets and what stages send on.
+
+        With them nothing is found out by running the module.
+        """
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        super().__init__(
+            model.module,
+            model.index,
+            n_stages,
+            device,
+            input_args=tokens if model.index == 0 else hidden,
+            output_args=loss if model.index == n_stages - 1 else hidden,
+            group=group,
+        )
+        self.microbatches: list[dict[str, Tensor]] = []
+        self.last_run = True
+        self._clock = clock
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        inputs = self.microbatches[fwd_chunk_id]
+        first = (inputs["tokens_or_h"],) if self.is_first else ()
+        with self._clock.running():
+            return super().forward_one_chunk(fwd_chunk_id, first, stage_arguments(inputs, self.is_last), False)
+
+    def backward_one_chunk(self, *args: Any, **keywords: Any) -> None:
+        with self._clock.running():
+            super().backward_one_chunk(*args, **keywords)
+
+    def backward_weight_one_chunk(self, *args: Any, **keywords: Any) -> None:
+        with self._clock.running():
+            super().backward_weight_one_chunk(*args, **keywords)
+            _widen_gradients(self.submod)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Called by the schedule after a run's last backward. Reduces after the step's last run only."""
+        assert grad_scale_factor == 1, "gradients are those of the sum of token losses"
+        if self.last_run:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def stage_arguments(inputs: Inputs, last: bool) -> dict[str, Tensor]:
+    """What a stage's module takes besides tokens or hidden states."""
+    return {name: value for name, value in inputs.items() if name != "tokens_or_h" and (name != "labels" or last)}
+
+
+def _widen_gradients(module: nn.Module) -> None:
+    """Let FSDP add gradients of weights to the float32 ones. It does so when a block's backward ends, but a schedule
+    that splits backward makes them later, and the next microbatch's would be added in the narrow dtype of the weights.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
+class Pipeline:
+    """This rank's stages, run together with those of the other ranks of its pp axis.
+
+    parameters: of all stages here, by FQN; of a tensor that two stages of this rank hold, the first stage's.
+    counted:    those that this rank counts in the gradient norm, so that over the pp axis each is counted once.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        microbatches: int,
+        stages: Sequence[StageModel],
+        meshes: Meshes,
+        device: torch.device,
+        *,
+        tied: bool,
+        hidden: tuple[int, int, torch.dtype],
+    ) -> None:
+        """Collective.
+
+        microbatches: of a schedule run.
+        tied:         the first and the last stage hold one table.
+        hidden:       of what stages send on: ranks among which a batch's tokens are divided there, width, dtype.
+        """
+        self.plan = plan
+        self.group = meshes.pp.get_group()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._microbatches = microbatches
+        self._models = list(stages)
+        self._device = device
+        self._hidden = hidden
+        self._computing, self._step = Clock(device), Clock(device)
+        self._schedule: Any = None
+        self._shape: tuple[int, ...] = ()
+        self._stages: list[Stage] = []
+
+        self._second_copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for model in self._models:
+            for name, parameter in model.parameters.items():
+                if name in self.parameters:
+                    assert tied and name == TIED, f"two stages hold {name}"
+                    self._second_copies.append((self.parameters[name], parameter))
+                else:
+                    self.parameters[name] = parameter
+        first, last = plan.rank_of(0), plan.rank_of(len(plan.layers) - 1)
+        # The two ranks of a tied table that lies apart. Each updates its copy by the sum of both gradients.
+        self._tied_group = meshes.pp_ends() if tied and first != last else None
+        here = meshes.pp.get_local_rank()
+        twice = self._tied_group is not None and here == last
+        self.counted = [p for name, p in self.parameters.items() if not (twice and name == TIED)]
+        if here not in (first, last):
+            self._tied_group = None
+
+    # ---- training
+
+    def forward_backward(self, runs: Sequence[Inputs]) -> Tensor:
+        """Forward and backward of all of a step's schedule runs. Collective.
+
+        runs: the arguments of Transformer for each run, on the device, all of one shape.
+        Returns the sum of the token cross-entropies, float64 scalar, the same on all ranks of the pp axis.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._computing.reset()
+        self._step.reset()
+        with self._step.running():
+            self._renew_second_copies()
+            for index, inputs in enumerate(runs):
+                losses = self._run(inputs, last=index == len(runs) - 1)
+                if losses:
+                    total += torch.stack(losses).sum(dtype=torch.float64)
+            self._sum_tied_gradients()
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def _run(self, inputs: Inputs, last: bool) -> list[Tensor]:
+        """One run of the schedule; the microbatches' losses where the last stage is."""
+        microbatches = split(inputs, self._microbatches)
+        shape = tuple(microbatches[0]["tokens_or_h"].shape)
+        if shape != self._shape:
+            self._shape = shape
+            self._build(shape)
+        for stage in self._stages:
+            stage.microbatches = microbatches
+            stage.last_run = last
+        losses: list[Tensor] = []
+        # The loss is what the last stage returns; a target is asked for all the same.
+        self._schedule.step(target=torch.zeros(self._microbatches), losses=losses, return_outputs=False)
+        for stage in self._stages:
+            stage.microbatches = []
+        return [loss.detach() for loss in losses]
+
+    def _build(self, shape: tuple[int, ...]) -> None:
+        sharers, width, dtype = self._hidden
+        hidden = torch.empty(shape[0], shape[1] // sharers, width, dtype=dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        n_stages = len(self.plan.layers)
+        self._stages = [
+            Stage(model, n_stages, tokens, hidden, self._device, self.group, self._computing) for model in self._models
+        ]
+        single = self.plan.schedule in SINGLE_STAGE
+        self._schedule = SCHEDULES[self.plan.schedule](
+            self._stages[0] if single else self._stages,
+            self._microbatches,
+            loss_fn=lambda output, target: output.sum(),
+            scale_grads=False,
+        )
+
+    @torch.no_grad()
+    def _renew_second_copies(self) -> None:
+        """A table that two stages of one rank hold is updated, saved and loaded in the first's; the last's follows."""
+        for first, second in self._second_copies:
+            _local(second).copy_(_local(first))
+
+    @torch.no_grad()
+    def _sum_tied_gradients(self) -> None:
+        for first, second in self._second_copies:
+            assert first.grad is not None and second.grad is not None, "a tied table has no gradient"
+            _local(first.grad).add_(_local(second.grad))
+            second.grad = None
+        if self._tied_group is not None:
+            gradient = self.parameters[TIED].grad
+            assert gradient is not None, "a tied table has no gradient"
+            dist.all_reduce(_local(gradient), group=self._tied_group)
+
+    # ---- evaluation
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs) -> Tensor:
+        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Collective.
+
+        A forward-only loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
+        """
+        self._renew_second_copies()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        microbatches = split(inputs, min(self._microbatches, inputs["tokens_or_h"].shape[0]))
+        received: list[Tensor | None] = [None] * len(microbatches)
+        sends: list[dist.Work] = []
+        sent: list[Tensor] = []  # kept until it is gone
+        last = len(self.plan.layers) - 1
+        for model in self._models:
+            here, after = self._rank(model.index), self._rank(model.index + 1) if model.index < last else None
+            before = self._rank(model.index - 1) if model.index > 0 else None
+            for number, microbatch in enumerate(microbatches):
+                if before is None:
+                    h = microbatch["tokens_or_h"]
+                elif before == here:
+                    local = received[number]
+                    assert local is not None
+                    h = local
+                else:
+                    h = torch.empty(self._hidden_shape(microbatch), dtype=self._hidden[2], device=self._device)
+                    dist.recv(h, src=before, group=self.group)
+                out = model.module(h, **stage_arguments(microbatch, model.index == last))
+                if after is None:
+                    total += out
+                elif after == here:
+                    received[number] = out
+                else:
+                    sent.append(out.contiguous())
+                    work = dist.isend(sent[-1], dst=after, group=self.group)
+                    assert work is not None
+                    sends.append(work)
+            model.release()
+        for work in sends:
+            work.wait()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def _rank(self, stage: int) -> int:
+        """Global rank that holds a stage."""
+        return dist.get_global_rank(self.group, self.plan.rank_of(stage))
+
+    def _hidden_shape(self, inputs: Inputs) -> tuple[int, int, int]:
+        rows, tokens = inputs["tokens_or_h"].shape
+        return rows, tokens // self._hidden[0], self._hidden[1]
+
+    # ---- metrics
+
+    def bubble(self) -> dict[str, float]:
+        """Of the last step: the share of its forward and backward in which a rank's stages do not compute, on average
+        and on the worst rank, what the schedule promises, and (K - 1) / (M + K - 1). Collective over the pp axis."""
+        step = self._step.seconds()
+        idle = 1.0 - self._computing.seconds() / step if step else 0.0
+        shares: list[Any] = [None] * self.plan.pp
+        dist.all_gather_object(shares, idle, group=self.group)
+        m, k = self._microbatches, self.plan.pp
+        return {
+            "bubble_fraction": sum(shares) / len(shares),
+            "bubble_fraction_worst": max(shares),
+            "bubble_fraction_schedule": self.plan.ideal_bubble(m),
+            "bubble_fraction_1f1b": (k - 1) / (m + k - 1),
+        }
+
+
+def split(inputs: Inputs, count: int) -> list[dict[str, Tensor]]:
+    """A batch as `count` microbatches, by rows; what has no rows (positions [S]) is the same in each."""
+    rows = inputs["tokens_or_h"].shape[0]
+    chunks: dict[str, Sequence[Tensor]] = {
+        name: value.tensor_split(count) if value.ndim > 1 and value.shape[0] == rows else [value] * count
+        for name, value in inputs.items()
+    }
+    return [{name: parts[number] for name, parts in chunks.items()} for number in range(count)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
