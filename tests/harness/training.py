@@ -177,6 +177,8 @@ def full_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
         for name, tensor in named.items()
     }
+    if not dist.is_initialized():
+        return whole
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(whole))
     if all(other == names[0] for other in names):
