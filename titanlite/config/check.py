@@ -109,6 +109,12 @@ def _schedule_limits(loaded: Loaded) -> list[Problem]:
         allowed = f"false with {schedule}, which runs backward in two parts"
         fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
         problems.append(_problem(loaded, "compile.enable", allowed, fix))
+    sharers = [name for name in ("tp", "cp") if getattr(parallelism, name) > 1]
+    if loaded.config.activation_checkpoint.mode == "full" and sharers:
+        allowed = f'"none" with {schedule} and {" and ".join(sharers)}: in the second part of backward each rank '
+        allowed += "recomputes in an order of its own, and the ranks would wait for each other forever"
+        fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+        problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
     return problems
 
 

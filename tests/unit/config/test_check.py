@@ -27,7 +27,7 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["--parallelism.pp=2"], "parallelism.pp", "got 2; allowed: 1: this form of parallelism is not available yet"),
+        (["--parallelism.ep=2"], "parallelism.ep", "got 2; allowed: 1: this form of parallelism is not available yet"),
         (
             ["--parallelism.tp=3", "--training.seq_len=33"],
             "parallelism.tp",
@@ -235,6 +235,17 @@ def test_rules_of_a_pipeline_in_its_world(make: Make, overrides: list[str], key:
     assert all(words in str(problem) and problem.where == "command line" for problem in problems), problems
 
 
+def test_recomputation_with_a_split_backward_and_shared_blocks_is_refused(make: Make) -> None:
+    """Seen to deadlock with torch 2.13: ZBVZeroBubble at pp 2 x tp 2 x cp 2."""
+    full = "--activation_checkpoint.mode=full"
+    zero_bubble = "--parallelism.pp_schedule=InterleavedZeroBubble"
+    deep, tp = ("--model.n_layers=4", *PP), "--parallelism.tp=2"
+    (problem,) = static_problems(make(*deep, zero_bubble, full, tp), 4)
+    assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and tp" in problem.allowed
+    for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp)):
+        assert static_problems(make(*deep, *overrides), 2 ** (1 + (tp in overrides))) == [], overrides
+
+
 def test_a_list_of_layers_is_one_of_integers(refused: Callable[..., list[Problem]]) -> None:
     for value in ("[1.5]", "[true]", "[0]", "3", "['1']", "{}"):
         (problem,) = refused(overrides=(f"--parallelism.pp_layers_per_stage={value}",))
@@ -276,9 +287,9 @@ def test_sizes_that_tp_and_fsdp_cannot_cut_together(make: Make) -> None:
 
 
 def test_all_rules_report_at_once(make: Make) -> None:
-    loaded = make("--parallelism.pp=2", "--model.n_kv_heads=3", "--lr_scheduler.warmup_steps=11", "--model.head_dim=3")
+    loaded = make("--parallelism.ep=2", "--model.n_kv_heads=3", "--lr_scheduler.warmup_steps=11", "--model.head_dim=3")
     problems = static_problems(loaded, 1)
-    keys = ["parallelism.pp", "model.head_dim", "model.n_kv_heads", "lr_scheduler.warmup_steps", "parallelism"]
+    keys = ["parallelism.ep", "model.head_dim", "model.n_kv_heads", "lr_scheduler.warmup_steps", "parallelism.ep"]
     assert [problem.key for problem in problems] == keys
 
 
