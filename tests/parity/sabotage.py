@@ -453,9 +453,9 @@ def _norm_with(placement: Any, replicated: bool) -> None:
     """While the norm is computed, one kind of placement is taken for what it is not."""
     right = gradients.global_norm
 
-    def mistaken(parameters: Any) -> Tensor:
+    def mistaken(*args: Any) -> Tensor:
         placement.is_replicate = lambda self: replicated
-        norm = right(parameters)
+        norm = right(*args)
         del placement.is_replicate  # uncovers the C++ class's
         return norm
 
