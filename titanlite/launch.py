@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
@@ -25,6 +26,9 @@ from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import write_atomically
 from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, raise_open_file_limit, read_integer, read_nodes
 from titanlite.supervise import Job, run_workers
+
+if TYPE_CHECKING:
+    from titanlite.data.prepare import PreparedData
 
 DEFAULT_CONFIG = "llama_debug.toml"
 DEFAULT_CPU_PROCESSES = 2
@@ -217,12 +221,12 @@ def lock_run(run_folder: Path, nodes: Nodes) -> FolderLock:
     return lock
 
 
-def prepare_data(loaded: Loaded) -> None:
+def prepare_data(loaded: Loaded) -> PreparedData:
     """Tokenises what is not in the cache yet, here, where its progress is seen once."""
     from titanlite.data.prepare import prepare
 
     config = loaded.config
-    prepare(
+    return prepare(
         config.data,
         config.tokenizer,
         config.model.vocab_size,

@@ -22,7 +22,7 @@ from tests.harness.training import TINY, Sections, build, largest_error, merge, 
 from titanlite.config.layout import shards_are_found
 from titanlite.config.schema import Config
 from titanlite.model.transformer import Block, Transformer
-from titanlite.parallel import runtime, tensor_parallel
+from titanlite.parallel import collectives, runtime, tensor_parallel
 from titanlite.parallel.parallelize import local_block, materialise
 
 MODEL: Sections = {"model": {"n_heads": 4, "n_kv_heads": 2}}
@@ -272,7 +272,7 @@ def bytes_sent(sections: Sections) -> Counter[str]:
     """Bytes that a rank's tp collectives bring together (all-gather) or take in (reduce-scatter), in one step."""
     config, ranks, model, _ = build(sections)
     sent: Counter[str] = Counter()
-    gather, scatter = tensor_parallel._all_gather, tensor_parallel._reduce_scatter
+    gather, scatter = collectives.all_gather, collectives.reduce_scatter
 
     def counted_gather(out: Tensor, x: Tensor, **keys: Any) -> Any:
         sent["gather"] += out.nbytes
@@ -282,7 +282,7 @@ def bytes_sent(sections: Sections) -> Counter[str]:
         sent["scatter"] += x.nbytes
         return scatter(out, x, **keys)
 
-    tensor_parallel._all_gather, tensor_parallel._reduce_scatter = counted_gather, counted_scatter
+    collectives.all_gather, collectives.reduce_scatter = counted_gather, counted_scatter
     model.forward_backward(rank_batches(config, ranks, 1))
     return sent
 

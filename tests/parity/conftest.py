@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.training import merge
 from tests.parity import harness
+from tests.parity.harness import DEEP, MASKED, TIED, Record, Sections
+
+OneProcess = Callable[[Sections], Record]
 
 
 @pytest.fixture(scope="session")
@@ -14,39 +18,39 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(text: Path) -> harness.Record:
-    return harness.run(harness.ONE_PROCESS, text)[0]
-
-
-@pytest.fixture(scope="session")
-def tied_reference(text: Path) -> harness.Record:
-    return harness.run(harness.ONE_PROCESS, text, sections=harness.TIED)[0]
-
-
-@pytest.fixture(scope="session")
-def deep_reference(text: Path) -> harness.Record:
-    return harness.run(harness.ONE_PROCESS, text, sections=harness.DEEP)[0]
-
-
-@pytest.fixture(scope="session")
-def deep_tied_reference(text: Path) -> harness.Record:
-    return harness.run(harness.ONE_PROCESS, text, sections=harness.merge(harness.DEEP, harness.TIED))[0]
-
-
-@pytest.fixture(scope="session")
-def masked_reference(text: Path) -> harness.Record:
-    return harness.run(harness.ONE_PROCESS, text, sections=harness.MASKED)[0]
-
-
-@pytest.fixture(scope="session")
-def one_process(text: Path) -> Callable[[harness.Sections], harness.Record]:
+def one_process(text: Path) -> OneProcess:
     """The one-process run with these sections over BASE, made when first asked for."""
-    made: dict[str, harness.Record] = {}
+    made: dict[str, Record] = {}
 
-    def run(sections: harness.Sections) -> harness.Record:
+    def run(sections: Sections) -> Record:
         key = repr(sections)
         if key not in made:
             made[key] = harness.run(harness.ONE_PROCESS, text, sections=sections)[0]
         return made[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def reference(one_process: OneProcess) -> Record:
+    return one_process({})
+
+
+@pytest.fixture(scope="session")
+def tied_reference(one_process: OneProcess) -> Record:
+    return one_process(TIED)
+
+
+@pytest.fixture(scope="session")
+def deep_reference(one_process: OneProcess) -> Record:
+    return one_process(DEEP)
+
+
+@pytest.fixture(scope="session")
+def deep_tied_reference(one_process: OneProcess) -> Record:
+    return one_process(merge(DEEP, TIED))
+
+
+@pytest.fixture(scope="session")
+def masked_reference(one_process: OneProcess) -> Record:
+    return one_process(MASKED)

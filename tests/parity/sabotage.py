@@ -26,6 +26,7 @@ from titanlite.model import attention, transformer
 from titanlite.model.layers import Linear, RMSNorm
 from titanlite.optim import optimizer
 from titanlite.parallel import (
+    collectives,
     context_parallel,
     data_parallel,
     gradients,
@@ -432,12 +433,12 @@ def hidden_gradients_are_not_summed_over_tp() -> None:
 
 @fault("tp 4")
 def sequence_parts_come_back_in_another_order() -> None:
-    right = tensor_parallel._gather
+    right = collectives.gather_sequence
 
     def turned(x: Tensor, group: Any) -> Tensor:
         return right(x, group).roll(x.shape[1], dims=1)
 
-    _set(tensor_parallel, "_gather", turned)
+    _set(collectives, "gather_sequence", turned)
 
 
 @fault("tp 2")

@@ -18,12 +18,19 @@ from tests.parity.harness import (
     SECTIONED_LAYOUTS,
     STEPS,
     TIED,
+    Layout,
     Record,
     Sections,
     deviations,
     run,
     worst,
 )
+
+
+def assert_changes_nothing(name: str, layout: Layout, text: Path, sections: Sections, reference: Record) -> None:
+    records = run(layout, text, sections=sections)
+    print(name, worst(records, reference))
+    assert not deviations(records, reference)
 
 
 def test_reference_is_a_real_run(reference: Record) -> None:
@@ -37,16 +44,12 @@ def test_reference_is_a_real_run(reference: Record) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_changes_nothing(name: str, text: Path, reference: Record, record_property: object) -> None:
-    records = run(LAYOUTS[name], text)
-    print(name, worst(records, reference))
-    assert not deviations(records, reference)
+    assert_changes_nothing(name, LAYOUTS[name], text, {}, reference)
 
 
 @pytest.mark.parametrize("name", DEEP_LAYOUTS)
 def test_layout_changes_nothing_in_a_deep_model(name: str, text: Path, deep_reference: Record) -> None:
-    records = run(DEEP_LAYOUTS[name], text, sections=DEEP)
-    print(name, worst(records, deep_reference))
-    assert not deviations(records, deep_reference)
+    assert_changes_nothing(name, DEEP_LAYOUTS[name], text, DEEP, deep_reference)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +62,7 @@ def test_layout_changes_nothing_in_a_deep_model(name: str, text: Path, deep_refe
     ],
 )
 def test_layout_changes_nothing_in_a_deep_tied_model(name: str, text: Path, deep_tied_reference: Record) -> None:
-    records = run(DEEP_LAYOUTS[name], text, sections=merge(DEEP, TIED))
-    print(name, worst(records, deep_tied_reference))
-    assert not deviations(records, deep_tied_reference)
+    assert_changes_nothing(name, DEEP_LAYOUTS[name], text, merge(DEEP, TIED), deep_tied_reference)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_layout_changes_nothing_in_a_deep_tied_model(name: str, text: Path, deep
     ],
 )
 def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, tied_reference: Record) -> None:
-    assert not deviations(run(LAYOUTS[name], text, sections=TIED), tied_reference)
+    assert_changes_nothing(name, LAYOUTS[name], text, TIED, tied_reference)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +97,13 @@ def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, 
     ],
 )
 def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path, masked_reference: Record) -> None:
-    records = run(LAYOUTS[name], text, sections=MASKED)
-    print(name, worst(records, masked_reference))
-    assert not deviations(records, masked_reference)
+    assert_changes_nothing(name, LAYOUTS[name], text, MASKED, masked_reference)
 
 
 @pytest.mark.parametrize("name", SECTIONED_LAYOUTS)
 def test_tensor_parallelism_changes_nothing(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
     layout, sections = SECTIONED_LAYOUTS[name]
-    records, reference = run(layout, text, sections=sections), one_process(sections)
-    print(name, worst(records, reference))
-    assert not deviations(records, reference)
+    assert_changes_nothing(name, layout, text, sections, one_process(sections))
 
 
 def test_document_masks_change_the_run(reference: Record, masked_reference: Record) -> None:

@@ -21,7 +21,7 @@ from titanlite.config.validate import COMMAND_LINE
 from titanlite.data import inspection
 from titanlite.data.build import build
 from titanlite.data.phase import first_phase
-from titanlite.data.prepare import PreparedData, marks_of, open_tokenizer, prepare
+from titanlite.data.prepare import PreparedData, marks_of, open_tokenizer
 from titanlite.data.records import Reading
 from titanlite.data.shards import SHARD_TOKENS
 from titanlite.data.text import Text, embedded_text, text_of_inputs
@@ -30,6 +30,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import find_tokens, open_tokens
 from titanlite.data.train_tokenizer import train_from_text
 from titanlite.files import write_atomically
+from titanlite.launch import prepare_data
 
 DESCRIPTION = """INPUT: .txt, .jsonl, .ndjson (also .gz, .zst), .parquet: a file, folder or glob; - is standard input.
 The same command goes on where an interrupted one stopped, and gives the same shards whatever --workers is."""
@@ -252,16 +253,7 @@ def _prepared(name: str, overrides: Sequence[str]) -> tuple[Config, PreparedData
     problems = check.static_problems(loaded, None) + check.file_problems(loaded)
     if problems:
         raise InputError(problems)
-    config = loaded.config
-    prepared = prepare(
-        config.data,
-        config.tokenizer,
-        config.model.vocab_size,
-        config.training.seq_len,
-        report=say,
-        validation=config.validation.enable,
-    )
-    return config, prepared
+    return loaded.config, prepare_data(loaded)
 
 
 # --- prepared tokens ---

@@ -26,11 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.model import attention
 from titanlite.model.transformer import Transformer
 from titanlite.parallel.attention_kernels import kernel_for
+from titanlite.parallel.collectives import gather_sequence, scatter_sequence
 
 Method = Literal["ring", "allgather"]
-# Renamed in torch 2.13; the old names warn there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- the layout of the sequence
@@ -264,21 +262,9 @@ def _empty_like_heads(q: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- gathering
 
 
-def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, L, ...] of every rank -> [B, n * L, ...], in the order of the ranks. Collective."""
-    size = dist.get_world_size(group)
-    everyone = x.new_empty((size, *x.shape))
-    _all_gather(everyone.flatten(0, 1), x.contiguous(), group=group)
-    return everyone.transpose(0, 1).flatten(1, 2).contiguous()
-
-
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of [B, n * L, ...], in float32, of which each keeps its own [B, L, ...]. Collective."""
-    size = dist.get_world_size(group)
-    parts = x.to(_accumulator(x)).unflatten(1, (size, x.shape[1] // size)).transpose(0, 1).contiguous()
-    mine = torch.empty_like(parts[0])
-    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
-    return mine.to(x.dtype)
+    """scatter_sequence with the sum in float32. Collective."""
+    return scatter_sequence(x.to(_accumulator(x)), group).to(x.dtype)
 
 
 # ---- as operators: one node each in torch.compile's graph, with a backward that may run twice

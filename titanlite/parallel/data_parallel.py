@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-# Renamed in torch 2.13; the old name warns there.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from titanlite.parallel.collectives import reduce_scatter
 
 # Buffers are the same on all ranks and never change. The keyword that says so is another one since torch 2.13.
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -155,5 +154,5 @@ class NarrowReduceScatter:
     ) -> None:
         assert not async_op, "FSDP2 is not seen to ask for it"
         received = torch.empty_like(output_tensor, dtype=self._dtype)
-        _reduce_scatter(received, input_tensor.to(self._dtype), op=op, group=group)
+        reduce_scatter(received, input_tensor.to(self._dtype), op=op, group=group)
         output_tensor.copy_(received)

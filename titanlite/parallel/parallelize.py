@@ -6,7 +6,8 @@ block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 # Private in torch (seen working on 2.11.0 and 2.13.0, CPU). The public way to a shard's place is to shard an arange.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanlite.config.layout import plan_batch, plan_pipeline, resolve_zero_stage
+from titanlite.config.layout import PipelinePlan, plan_batch, plan_pipeline, resolve_zero_stage
 from titanlite.config.schema import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -152,9 +153,11 @@ def parallelize(
 
     part: build this part of the model, a pipeline stage, instead.
     """
-    if ranks.layout.pp > 1 and part is None:
+    plan = plan_pipeline(model_config, parallelism)
+    if plan is not None and part is None:
         sections = (model_config, training, parallelism, activation_checkpoint, compile_config)
-        return _pipeline(*sections, seed=seed, ranks=ranks)
+        lay_out = partial(parallelize, *sections, seed=seed, ranks=ranks)
+        return _pipeline(plan, lay_out, model_config, training, ranks)
     param_dtype = DTYPES[training.mixed_precision_param]
     reduce_dtype = DTYPES[training.mixed_precision_reduce]
     with torch.device("meta"):
@@ -191,21 +194,15 @@ def parallelize(
 
 
 def _pipeline(
+    plan: PipelinePlan,
+    lay_out: Callable[..., ParallelModel],
     model_config: ModelConfig,
     training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compile_config: CompileConfig,
-    *,
-    seed: int,
     ranks: Ranks,
 ) -> PipelinedModel:
-    """This rank's stages, each laid out as parallelize does it, and the pipeline that runs them. Collective."""
-    plan = plan_pipeline(model_config, parallelism)
-    assert plan is not None
+    """This rank's stages, each laid out by lay_out(part=...), and the pipeline that runs them. Collective."""
     parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
-    sections = (model_config, training, parallelism, activation_checkpoint, compile_config)
-    stages = {index: parallelize(*sections, seed=seed, ranks=ranks, part=part) for index, part in parts.items()}
+    stages = {index: lay_out(part=part) for index, part in parts.items()}
     pipeline = Pipeline(
         plan,
         plan_batch(training, ranks.layout, plan).microbatches,

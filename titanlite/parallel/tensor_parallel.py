@@ -28,13 +28,10 @@ from titanlite.config.schema import ModelConfig
 from titanlite.model.attention import Attention
 from titanlite.model.layers import MLP, Embedding, Linear, RMSNorm, embed, linear, rms_norm
 from titanlite.model.transformer import Block, Head, Transformer
+from titanlite.parallel import collectives
 from titanlite.parallel.mesh import Meshes
 
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()  # of a weight [out, in]
-
-# Renamed in torch 2.13; the old names warn there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfig) -> None:
@@ -189,34 +186,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(x, group)
+        return collectives.gather_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grads[0], ctx.group), None
+        return collectives.scatter_sequence(grads[0], ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _scatter(x, group)
+        return collectives.scatter_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.group), None
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    batch, part, dim = x.shape
-    parts = x.new_empty(group.size(), batch, part, dim)
-    _all_gather(parts.view(-1, part, dim), x.contiguous(), group=group)
-    return parts.transpose(0, 1).reshape(batch, -1, dim)  # a view if the batch is 1
-
-
-def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    batch, whole, dim = x.shape
-    parts = x.reshape(batch, group.size(), -1, dim).transpose(0, 1).contiguous()
-    mine = x.new_empty(batch, whole // group.size(), dim)
-    _reduce_scatter(mine, parts.view(-1, *mine.shape[1:]), group=group)
-    return mine
+        return collectives.gather_sequence(grads[0], ctx.group), None
