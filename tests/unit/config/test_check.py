@@ -155,6 +155,38 @@ def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> Non
     assert problem.key not in [other.key for other in problems]
 
 
+MOE = ("--model.moe.n_experts=8", "--model.moe.top_k=2", "--model.moe.expert_dim=16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["--model.moe.top_k=9"], "model.moe.top_k", "got 9; allowed: 1 to model.moe.n_experts = 8"),
+        (["--model.moe.top_k=0"], "model.moe.top_k", "fix: set it: Mixtral has 2 of 8"),
+        (["--model.moe.expert_dim=0"], "model.moe.expert_dim", "got 0; allowed: a multiple of 8"),
+        (["--model.moe.expert_dim=20"], "model.moe.expert_dim", "fix: set it to 16 or 24"),
+        (["--model.dim=60", "--model.head_dim=16"], "model.dim", "got 60; allowed: a multiple of 8 while"),
+        (["--model.moe.first_k_dense=2"], "model.moe.first_k_dense", "got 2; allowed: less than model.n_layers = 2"),
+    ],
+)
+def test_rules_of_experts(make: Make, overrides: list[str], key: str, words: str) -> None:
+    (problem,) = static_problems(make(*MOE, *overrides), 1)
+    assert problem.key == key and problem.where == "command line"
+    assert words in str(problem)
+
+
+def test_legal_experts(make: Make) -> None:
+    for overrides in (
+        [],
+        ["--model.moe.top_k=8"],
+        ["--model.moe.first_k_dense=1", "--model.moe.n_shared_experts=2"],
+        ["--model.moe.score_func=sigmoid", "--model.moe.bias_update_rate=1e-3", "--model.moe.aux_loss_coeff=1e-4"],
+        ["--model.moe.bias_update_rate=1e-3", "--model.moe.route_norm=false"],
+        ["--model.moe.n_experts=1", "--model.moe.top_k=1", "--model.moe.route_norm=false"],
+    ):
+        assert static_problems(make(*MOE, *overrides), 1) == [] and warnings(make(*MOE, *overrides), 1) == []
+
+
 def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
     assert NOT_AVAILABLE == ("ep",)
     problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 2)
@@ -409,6 +441,22 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
             "lr_scheduler.min_lr_factor: ignored",
         ),
         (["--model.rope_scaling.low_freq_factor=2"], 1, "model.rope_scaling.low_freq_factor: ignored while"),
+        (["--model.moe.top_k=2"], 1, "model.moe.top_k: ignored while model.moe.n_experts is 0"),
+        (
+            [
+                "--model.moe.n_experts=2",
+                "--model.moe.top_k=2",
+                "--model.moe.expert_dim=8",
+                "--model.moe.aux_loss_coeff=1",
+            ],
+            1,
+            "model.moe.aux_loss_coeff: ignored, every token goes through all 2 experts",
+        ),
+        (
+            ["--model.moe.n_experts=2", "--model.moe.top_k=1", "--model.moe.expert_dim=8"],
+            1,
+            "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1",
+        ),
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
         (["--data.document_mask=true", "--training.seq_len=24"], 1, "which 16 does not divide"),
