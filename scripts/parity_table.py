@@ -22,12 +22,11 @@ from tests.parity.harness import (
     ONE_PROCESS,
     SECTIONED_LAYOUTS,
     Layout,
-    Record,
     Sections,
     make_text,
     run,
-    worst,
 )
+from titanlite.verify.record import Record, worst
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- parity_table: written by scripts/parity_table.py -->", "<!-- parity_table: end -->"

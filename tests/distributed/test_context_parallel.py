@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.distributed import WorkerFailed, run_distributed
-from tests.harness.training import largest_error, merge, run_training
+from tests.harness.training import merge, run_training
 from tests.unit.model.helpers import batch, gradients, small_config, small_model
 from titanlite.config.layout import resolve_layout
 from titanlite.config.schema import ActivationCheckpointConfig, ParallelismConfig
@@ -35,6 +35,7 @@ from titanlite.parallel.context_parallel import (
     zigzag_positions,
 )
 from titanlite.parallel.mesh import Meshes
+from titanlite.verify.record import largest_error
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import full_tensors, merge
-from tests.parity.harness import BASE, LAYOUTS, ONE_PROCESS, Layout, Recorder, make_text
+from tests.harness.training import merge
+from tests.parity.harness import BASE, LAYOUTS, ONE_PROCESS, Layout, make_text
 from titanlite.config.schema import Config
 from titanlite.data.phase import RunData
 from titanlite.data.shards import TokenShards
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
+from titanlite.verify.record import Recorder, full_tensors
 
 Sections = Mapping[str, Mapping[str, Any]]
 SAVING: Sections = {

@@ -16,16 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import (
-    build,
-    full_tensors,
-    global_batch,
-    largest_error,
-    merge,
-    rank_batches,
-    run_training,
-    train_step,
-)
+from tests.harness.training import build, global_batch, merge, rank_batches, run_training, train_step
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_pipeline
 from titanlite.config.schema import CheckpointConfig
@@ -33,6 +24,7 @@ from titanlite.model.init import tensors_hash
 from titanlite.model.transformer import Transformer
 from titanlite.parallel import pipeline_parallel
 from titanlite.parallel.parallelize import ParallelModel, PipelinedModel
+from titanlite.verify.record import full_tensors, largest_error
 
 Sections = dict[str, dict[str, Any]]
 SCHEDULES = tuple(pipeline_parallel.SCHEDULES)

@@ -11,13 +11,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import full_tensors, merge
+from tests.harness.training import merge
 from tests.parity.harness import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, SECTIONED_LAYOUTS, Layout, data_section, make_text
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
 from titanlite.trainer import Trainer
+from titanlite.verify.record import full_tensors
 
 Sections = Mapping[str, Mapping[str, Any]]
 STEPS = 9

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_checkpoint import assert_same, load_trained, train_and_save
 from tests.harness.distributed import run_distributed
-from tests.harness.training import TINY, Sections, build, largest_error, merge, rank_batches, run_training, train_step
+from tests.harness.training import TINY, Sections, build, merge, rank_batches, run_training, train_step
 from titanlite.config.layout import shards_are_found
 from titanlite.config.schema import Config
 from titanlite.model.transformer import Block, Transformer
 from titanlite.parallel import collectives, runtime, tensor_parallel
 from titanlite.parallel.parallelize import local_block, materialise
+from titanlite.verify.record import largest_error
 
 MODEL: Sections = {"model": {"n_heads": 4, "n_kv_heads": 2}}
 TIED_257: Sections = {"model": {"vocab_size": 257, "vocab_pad_multiple": 1, "tie_word_embeddings": True}}

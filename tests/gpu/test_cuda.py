@@ -10,25 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.harness.distributed import run_spawned
 from tests.harness.training import merge
-from tests.parity.harness import (
-    BASE,
-    MASKED,
-    ONE_PROCESS,
-    STEPS,
-    Record,
-    Sections,
-    _record,
-    data_section,
-    make_text,
-    run,
-    worst,
-)
+from tests.parity.harness import BASE, MASKED, ONE_PROCESS, STEPS, Sections, _record, data_section, make_text, run
 from tests.unit.model.helpers import difference
 from tests.unit.model.test_document_mask import attended, heads, numbers
 from titanlite.config.schema import RunConfig
 from titanlite.model.attention import document_mask
 from titanlite.parallel import context_parallel
 from titanlite.parallel.attention_kernels import AttentionKernel, CpuFlash, CudaEfficient, CudaFlash, kernel_for
+from titanlite.verify.record import Record, worst
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.harness.training import merge
 from tests.parity import harness
-from tests.parity.harness import DEEP, MASKED, TIED, Record, Sections
+from tests.parity.harness import DEEP, MASKED, TIED, Sections
+from titanlite.verify.record import Record
 
 OneProcess = Callable[[Sections], Record]
 

@@ -19,12 +19,10 @@ from tests.parity.harness import (
     STEPS,
     TIED,
     Layout,
-    Record,
     Sections,
-    deviations,
     run,
-    worst,
 )
+from titanlite.verify.record import Record, deviations, worst
 
 
 def assert_changes_nothing(name: str, layout: Layout, text: Path, sections: Sections, reference: Record) -> None:

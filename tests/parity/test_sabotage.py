@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness.training import merge
-from tests.parity.harness import (
-    DEEP,
-    DEEP_LAYOUTS,
-    LAYOUTS,
-    MASKED,
-    SECTIONED_LAYOUTS,
-    TIED,
-    Record,
-    Sections,
-    deviations,
-    run,
-)
+from tests.parity.harness import DEEP, DEEP_LAYOUTS, LAYOUTS, MASKED, SECTIONED_LAYOUTS, TIED, Sections, run
 from tests.parity.sabotage import FAULTS
+from titanlite.verify.record import Record, deviations
 
 SECTIONS = {"": {}, "masked": MASKED, "tied": TIED, "deep": DEEP, "deep tied": merge(DEEP, TIED)}
 
