@@ -81,7 +81,8 @@ class PendingStep:
 
     state: TrainState
     lr: float
-    scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite
+    scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite, others
+    others: tuple[str, ...] = ()  # names of the other scalars, as a row has them
 
 
 class Trainer:
@@ -202,7 +203,8 @@ class Trainer:
         self.parameters = self.model.parameters
         self.optimizer = AdamW(self.parameters, config.optimizer)
         counts = parameter_counts(config.model)
-        self._say(f"{counts.total:,} parameters, {ranks.world_size} x {ranks.device.type}")
+        active = f" ({counts.active:,} active)" if counts.active < counts.total else ""
+        self._say(f"{counts.total:,} parameters{active}, {ranks.world_size} x {ranks.device.type}")
 
     def _load_checkpoint(self) -> None:
         if self.resume_path is None:
@@ -284,13 +286,14 @@ class Trainer:
         stats = self.model.finish_gradients(totals[1], config.training.max_norm)
         found_inf = torch.where(torch.isfinite(loss), stats.found_inf, 1.0)
         self.optimizer.step(lr, stats.grad_scale, found_inf)
+        others = self.model.finish_step(found_inf)
         self.model.zero_grad()
 
         self.state.step += 1
         self.state.samples += config.training.global_batch_size
         self.state.tokens += self.tokens_per_step
-        scalars = DeferredScalars([loss, stats.norm, found_inf])
-        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars)
+        scalars = DeferredScalars([loss, stats.norm, found_inf, *others.values()])
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others))
 
     @property
     def tokens_per_step(self) -> int:
@@ -370,7 +373,8 @@ class Trainer:
             self.checkpoints.save(self.state.step, self._tensors(), manifest, wait=wait)
 
     def _tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
+        state = self.parameters | self.model.buffers
+        model = {f"model.{fqn}": tensor.detach() for fqn, tensor in state.items()}
         moments = {f"optimizer.{key}": value for key, value in self.optimizer.state_tensors().items()}
         return model | moments
 
@@ -378,7 +382,7 @@ class Trainer:
 
     def _report(self, done: PendingStep, validate: Callable[[], dict[str, float]] | None = None) -> None:
         """Reads a launched step's numbers, stops all ranks if they are not finite, logs them when it is time."""
-        loss, norm, not_finite = done.scalars.get()
+        loss, norm, not_finite, *others = done.scalars.get()
         step = done.state.step
         if not_finite:
             if self.checkpoints is not None:
@@ -399,6 +403,7 @@ class Trainer:
             "lr": done.lr,
             "samples": done.state.samples,
             "tokens": done.state.tokens,
+            **dict(zip(done.others, others, strict=True)),
             **self.throughput.row(),
             **self.model.metrics(),
             **extra,

@@ -142,6 +142,7 @@ def train_step(
     loss = ranks.sum_over_data(model.forward_backward(batches))
     stats = model.finish_gradients(tokens, config.training.max_norm)
     optimizer.step(lr_at(step, config.optimizer.lr, config.lr_scheduler), stats.grad_scale, stats.found_inf)
+    model.finish_step(stats.found_inf)
     return (loss / tokens).item(), stats, tokens
 
 

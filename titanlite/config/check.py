@@ -34,6 +34,7 @@ from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import expand
 
 NOT_AVAILABLE = ("ep",)  # degrees that cannot be above 1 yet
+NOT_WITH_EXPERTS = ("tp", "cp", "pp")
 
 Rule = Callable[[Loaded], list[Problem]]
 
@@ -76,9 +77,10 @@ def _value(loaded: Loaded, key: str) -> Any:
 
 
 def _available_degrees(loaded: Loaded) -> list[Problem]:
+    experts = loaded.config.model.moe.n_experts > 0
     return [
         _problem(loaded, f"parallelism.{name}", "1: this form of parallelism is not available yet", "remove the key")
-        for name in NOT_AVAILABLE
+        for name in NOT_AVAILABLE + (NOT_WITH_EXPERTS if experts else ())
         if getattr(loaded.config.parallelism, name) > 1
     ]
 
@@ -150,6 +152,30 @@ def _rope_scaling(loaded: Loaded) -> list[Problem]:
         return []
     allowed = f"more than low_freq_factor = {scaling.low_freq_factor}"
     return [_problem(loaded, "model.rope_scaling.high_freq_factor", allowed, "Llama 3.1 has 1.0 and 4.0")]
+
+
+def _experts(loaded: Loaded) -> list[Problem]:
+    model, moe = loaded.config.model, loaded.config.model.moe
+    if moe.n_experts == 0:
+        return []
+    problems = []
+    if not 1 <= moe.top_k <= moe.n_experts:
+        allowed = f"1 to model.moe.n_experts = {moe.n_experts}"
+        problems.append(_problem(loaded, "model.moe.top_k", allowed, "set it: Mixtral has 2 of 8, Qwen3 8 of 128"))
+    for key, size in (("model.moe.expert_dim", moe.expert_dim), ("model.dim", model.dim)):
+        if size == 0 or size % 8:
+            allowed = "a multiple of 8 while model.moe.n_experts is above 0: grouped matmuls need rows of 16 bytes"
+            problems.append(_problem(loaded, key, allowed, f"set it to {_near_multiples(size, 8)}"))
+    if moe.first_k_dense >= model.n_layers:
+        allowed = f"less than model.n_layers = {model.n_layers}"
+        fix = "leave a layer for the experts, or set model.moe.n_experts = 0"
+        problems.append(_problem(loaded, "model.moe.first_k_dense", allowed, fix))
+    return problems
+
+
+def _near_multiples(n: int, step: int) -> str:
+    below, above = n // step * step, -(-n // step) * step
+    return f"{below} or {above}" if below else "one, such as model.ffn_dim / model.moe.top_k" if n == 0 else f"{above}"
 
 
 def _schedule(loaded: Loaded) -> list[Problem]:
@@ -290,6 +316,7 @@ RULES: tuple[Rule, ...] = (
     _empty_texts,
     _heads,
     _rope_scaling,
+    _experts,
     _schedule,
     _tokenizer,
     _sources,
@@ -409,6 +436,7 @@ def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
+    found += _expert_warnings(loaded)
     world = world_size if world_size is not None else fixed_world_size(config.parallelism)
     try:
         layout = resolve_layout(config.parallelism, world) if world else None
@@ -479,6 +507,22 @@ def _schedule_warnings(loaded: Loaded) -> list[str]:
     idle = [key for key in _chosen(loaded, "lr_scheduler") if key.endswith((".decay_type", ".min_lr_factor"))]
     if schedule.decay_ratio == 0 and idle:
         found.append(f"{', '.join(idle)}: ignored while lr_scheduler.decay_ratio is 0.")
+    return found
+
+
+def _expert_warnings(loaded: Loaded) -> list[str]:
+    moe, chosen = loaded.config.model.moe, _chosen(loaded, "model.moe")
+    if moe.n_experts == 0:
+        return [f"{', '.join(chosen)}: ignored while model.moe.n_experts is 0."] if chosen else []
+    found = []
+    balancing = [key for key in chosen if key.endswith((".bias_update_rate", ".aux_loss_coeff"))]
+    if moe.top_k == moe.n_experts and balancing:
+        found.append(f"{', '.join(balancing)}: ignored, every token goes through all {moe.n_experts} experts.")
+    if moe.top_k == 1 and moe.route_norm:
+        found.append(
+            "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1, so the loss "
+            "teaches the router nothing. Set model.moe.route_norm = false."
+        )
     return found
 
 

@@ -214,23 +214,31 @@ def _check_layers_per_stage(model: ModelConfig, schedule: str, pp: int, counts: 
 
 
 def balanced_layers(model: ModelConfig, n_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, at least one, so that the most expensive stage costs as little as can be.
+    """Layers of each stage, at least one, so that the most expensive stage costs as little as can be; then the second.
 
-    A cost is the numbers a token is multiplied with: a layer's matrices, the output's on the last stage, and the row of
-    the embedding that is read on the first. Of equal stages the later one gets a layer: an earlier one keeps more
-    microbatches.
+    A cost is the numbers a token is multiplied with: a layer's matrices (of its experts, those that a token uses), the
+    output's on the last stage, and the row of the embedding that is read on the first. Of equal splits the one with
+    fewer layers in earlier stages is taken: these keep more microbatches.
     """
-    costs = parameter_counts(model)
+    spent = [0]  # by the layers up to each
+    for index in range(model.n_layers):
+        spent.append(spent[-1] + _layer_matmul(model, index))
     output = model.padded_vocab_size * model.dim
-    layer = (costs.matmul - costs.embedding) // model.n_layers
-    counts, spent = [1] * n_stages, [layer] * n_stages
-    spent[0] += model.dim
-    spent[-1] += output
-    for _ in range(model.n_layers - n_stages):
-        cheapest = min(range(n_stages), key=lambda stage: (spent[stage], -stage))
-        counts[cheapest] += 1
-        spent[cheapest] += layer
-    return tuple(counts)
+    # best[n]: the first n layers in the stages so far, as (costs, highest first; layers of each stage)
+    best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {0: ((), ())}
+    for stage in range(n_stages):
+        last = stage == n_stages - 1
+        extra = (model.dim if stage == 0 else 0) + (output if last else 0)
+        ends = [model.n_layers] if last else range(stage + 1, model.n_layers - (n_stages - 1 - stage) + 1)
+        best = {
+            end: min(
+                (tuple(sorted((*costs, spent[end] - spent[start] + extra), reverse=True)), (*counts, end - start))
+                for start, (costs, counts) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    return best[model.n_layers][1]
 
 
 @dataclass(frozen=True)
@@ -299,10 +307,12 @@ def _schedule_run(training: TrainingConfig, pipeline: PipelinePlan, share: int) 
 class ParameterCounts:
     """Parameters of a model, without the padding of its vocabulary. A tied output counts in matmul only.
 
-    matmul: parameters that a token is multiplied with (the output also when tied; no embedding lookup, no norms).
+    active: those that take part for one token: all but the experts that it does not go through.
+    matmul: active ones that a token is multiplied with (the output also when tied; no embedding lookup, no norms).
     """
 
     total: int
+    active: int
     embedding: int
     output: int
     matmul: int
@@ -310,14 +320,25 @@ class ParameterCounts:
 
 
 def parameter_counts(model: ModelConfig) -> ParameterCounts:
-    head_dim = model.resolved_head_dim
-    attention = model.dim * head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
-    mlp = 3 * model.dim * model.ffn_dim
+    head_dim, moe = model.resolved_head_dim, model.moe
     norms = model.n_layers * (2 * model.dim + (2 * head_dim if model.qk_norm else 0)) + model.dim
     embedding = model.vocab_size * model.dim
     output = 0 if model.tie_word_embeddings else embedding
-    layers = model.n_layers * (attention + mlp)
-    return ParameterCounts(layers + norms + embedding + output, embedding, output, layers + embedding, norms)
+    layers = sum(_layer_matmul(model, index) for index in range(model.n_layers))
+    moe_layers = sum(model.is_moe_layer(index) for index in range(model.n_layers))
+    idle = moe_layers * (moe.n_experts - moe.top_k) * 3 * model.dim * moe.expert_dim
+    active = layers + norms + embedding + output
+    return ParameterCounts(active + idle, active, embedding, output, layers + embedding, norms)
+
+
+def _layer_matmul(model: ModelConfig, index: int) -> int:
+    """Parameters of a layer that a token is multiplied with."""
+    moe = model.moe
+    attention = 2 * model.dim * model.resolved_head_dim * (model.n_heads + model.n_kv_heads)
+    if not model.is_moe_layer(index):
+        return attention + 3 * model.dim * model.ffn_dim
+    experts = 3 * model.dim * moe.expert_dim * (moe.top_k + moe.n_shared_experts)
+    return attention + model.dim * moe.n_experts + experts
 
 
 def shards_are_found(size: int, tp: int, fsdp: int) -> bool:

@@ -67,6 +67,36 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Positive = Field(8192, description="Context length before the scaling, tokens.")
 
 
+class MoEConfig(Section):
+    """Mixture of experts: each token goes through top_k of n_experts small MLPs. Off while n_experts is 0."""
+
+    n_experts: NonNegative = Field(0, description="Routed experts of a layer. 0: every layer has one dense MLP.")
+    top_k: NonNegative = Field(0, description="Experts that each token goes through; none is ever dropped.")
+    expert_dim: NonNegative = Field(
+        0, description="Inner width of one expert, a SwiGLU MLP; it and model.dim are multiples of 8."
+    )
+    n_shared_experts: NonNegative = Field(
+        0, description="Every token also goes through one MLP of n_shared_experts x expert_dim."
+    )
+    first_k_dense: NonNegative = Field(0, description="The first layers, which keep a dense MLP of model.ffn_dim.")
+    score_func: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description='What makes scores of the router\'s logits. "sigmoid": each expert by itself.'
+    )
+    route_norm: bool = Field(True, description="Scale a token's top_k weights to sum 1.")
+    route_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="Multiplies the weights, after route_norm.")
+    bias_update_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="DeepSeek-V3's balancing: after a step, the bias with which an expert is chosen moves so far, up "
+        "if it had less than the mean load, down if more. 0: no bias.",
+    )
+    aux_loss_coeff: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the load balancing loss of each sequence. 0: none."
+    )
+    z_loss_coeff: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the squared logsumexp of the router's logits. 0: none."
+    )
+
+
 class ModelConfig(Section):
     vocab_size: Positive = Field(description="Token ids the model knows; at least the tokenizer's size.")
     dim: Positive = Field(description="Width of the residual stream.")
@@ -74,7 +104,7 @@ class ModelConfig(Section):
     n_heads: Positive = Field(description="Query heads.")
     n_kv_heads: Positive = Field(description="Key and value heads; divides n_heads.")
     head_dim: NonNegative = Field(0, description="Width of one head, even. 0: dim / n_heads.")
-    ffn_dim: Positive = Field(description="Inner width of the SwiGLU MLP.")
+    ffn_dim: Positive = Field(description="Inner width of the SwiGLU MLP of a dense layer.")
     norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="Epsilon of every RMSNorm.")
     rope_theta: Annotated[float, Field(gt=0)] = Field(10000.0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingConfig = Field(RopeScalingConfig(), description="Llama 3.1 rotary frequency scaling.")
@@ -86,6 +116,7 @@ class ModelConfig(Section):
     init_std: Annotated[float, Field(gt=0)] = Field(
         0.02, description="Std of the initial weights; residual outputs get init_std / sqrt(2 n_layers)."
     )
+    moe: MoEConfig = Field(MoEConfig(), description="Mixture of experts.")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -96,6 +127,10 @@ class ModelConfig(Section):
     def resolved_head_dim(self) -> int:
         """Width of one head: head_dim, or dim // n_heads when that is 0."""
         return self.head_dim or self.dim // self.n_heads
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` (from 0) has experts in place of a dense MLP."""
+        return self.moe.n_experts > 0 and index >= self.moe.first_k_dense
 
 
 class TokenizerConfig(Section):

@@ -42,6 +42,12 @@ _SCALARS = {
     "step_seconds": "speed/step_seconds",
     "data_wait_seconds": "speed/data_wait_seconds",
     "peak_memory_gib": "memory/peak_gib",
+    "expert_load_max": "experts/load_max",
+    "expert_load_min": "experts/load_min",
+    "expert_assignments": "experts/assignments",
+    "router_entropy": "experts/router_entropy",
+    "aux_loss": "experts/aux_loss",
+    "z_loss": "experts/z_loss",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from titanlite.config.schema import ActivationCheckpointConfig
+from titanlite.model.moe import uncounted
 
 
 def apply_activation_checkpoint(blocks: Iterable[nn.Module], config: ActivationCheckpointConfig) -> None:
@@ -29,4 +31,9 @@ def _forward_and_forget(forward: Callable[..., Any], *args: Any) -> Any:
     A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
     Blocks draw no random numbers, so no generator state is kept.
     """
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around the forward pass, and around its recomputation."""
+    return nullcontext(), uncounted()

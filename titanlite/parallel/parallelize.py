@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,8 +25,9 @@ from titanlite.config.schema import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titanlite.model.expert_balance import ExpertBalance
 from titanlite.model.init import init_
-from titanlite.model.transformer import Transformer
+from titanlite.model.transformer import Transformer, moe_layers
 from titanlite.parallel import gradients
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.context_parallel import apply_context_parallel, shard_sequence
@@ -43,7 +45,9 @@ Batch = Mapping[str, torch.Tensor]
 class ParallelModel:
     """This rank's part of the model, and what a trainer does with it.
 
-    parameters: canonical FQN, the same everywhere -> float32 parameter at rest, a DTensor when sharded, else plain.
+    parameters:   canonical FQN, the same everywhere -> float32 parameter at rest, a DTensor when sharded, else plain.
+    buffers:      FQN -> buffer that belongs to the model's state, plain, equal on all ranks that have it.
+    expert_loads: int64 [n_layers, n_experts], assignments of the last step to each expert; zero for dense layers.
     """
 
     def __init__(
@@ -51,14 +55,18 @@ class ParallelModel:
         model: nn.Module,
         strategy: Single | Replicated | Sharded,
         parameters: dict[str, nn.Parameter],
+        balance: ExpertBalance,
         device: torch.device,
         meshes: Meshes,
     ) -> None:
         self.module = model
         self._strategy = strategy
         self.parameters = parameters
+        self.buffers = persistent_buffers(model)
         self._device = device
         self._meshes = meshes
+        self.balance = balance
+        self.expert_loads, _ = balance.take()
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's part of each sequence: what forward_backward and evaluate take. Targets are counted after it."""
@@ -100,6 +108,25 @@ class ParallelModel:
         """gradients.finish of the whole model. Collective."""
         return gradients.finish(self.parameters.values(), tokens, max_norm)
 
+    def finish_step(self, found_inf: torch.Tensor) -> dict[str, torch.Tensor]:
+        """After the optimizer: update what balances the experts, unless found_inf is 1, and start to count anew.
+
+        Returns ExpertBalance.metrics of the step, the same on all ranks; nothing without experts. Collective.
+        """
+        if self.expert_loads.numel() == 0:
+            return {}
+        loads, sums = self.balance.take()
+        self._sum_counts(loads)
+        self._sum_counts(sums)
+        self.balance.update_biases(loads, found_inf)
+        self.expert_loads = loads
+        return self.balance.metrics(loads, sums)
+
+    def _sum_counts(self, counts: torch.Tensor) -> None:
+        """Sum, in place, over the ranks that count other tokens or other layers."""
+        if self._meshes.loss.size() > 1:
+            dist.all_reduce(counts, group=self._meshes.loss.get_group())
+
     def metrics(self) -> dict[str, float]:
         """What this form of parallelism adds to a row of metrics; the host may wait for the device. Collective."""
         return {}
@@ -118,9 +145,12 @@ class PipelinedModel(ParallelModel):
     ) -> None:
         self.module = nn.ModuleList(stage.module for stage in stages)
         self.parameters = pipeline.parameters
+        self.buffers = {fqn: buffer for stage in stages for fqn, buffer in stage.buffers.items()}
         self._device = device
         self._meshes = meshes
         self._pipeline = pipeline
+        self.balance = stages[0].balance.with_layers_of(stage.balance for stage in stages)
+        self.expert_loads, _ = self.balance.take()
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """As without a pipeline. The loss is the same on all ranks of the pp axis, each of which has the batches."""
@@ -133,6 +163,10 @@ class PipelinedModel(ParallelModel):
 
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
         return gradients.finish(self._pipeline.counted, tokens, max_norm, self._pipeline.group)
+
+    def _sum_counts(self, counts: torch.Tensor) -> None:
+        super()._sum_counts(counts)
+        dist.all_reduce(counts, group=self._pipeline.group)
 
     def metrics(self) -> dict[str, float]:
         return self._pipeline.bubble()
@@ -172,12 +206,14 @@ def parallelize(
     blocks = list(model.layers.values())
     if ranks.layout.cp > 1:
         apply_context_parallel(model, ranks.meshes.cp, parallelism.cp_method)
-    if compile_config.enable and ranks.layout.tp > 1:
-        # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails.
+    compile_first = ranks.layout.tp > 1 or model_config.moe.n_experts > 0
+    if compile_config.enable and compile_first:
+        # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails; and
+        # what a compiled block leaves out, as it does experts, must not be where it recomputes.
         for block in blocks:
             block.forward = torch.compile(block.forward)
     apply_activation_checkpoint(blocks, activation_checkpoint)
-    if compile_config.enable and ranks.layout.tp == 1:
+    if compile_config.enable and not compile_first:
         _compile(blocks)
 
     strategy: Single | Replicated | Sharded
@@ -190,7 +226,8 @@ def parallelize(
         mesh, pipeline = ranks.meshes.hsdp, part is not None
         strategy = Sharded(model, blocks, mesh, zero_stage, param_dtype, reduce_dtype, pipeline)
         parameters = materialise(model, model_config, seed, ranks.device)
-    return ParallelModel(model, strategy, parameters, ranks.device, ranks.meshes)
+    balance = ExpertBalance(model_config, moe_layers(model), ranks.device)
+    return ParallelModel(model, strategy, parameters, balance, ranks.device, ranks.meshes)
 
 
 def _pipeline(
@@ -238,6 +275,12 @@ def materialise(model: Transformer, config: ModelConfig, seed: int, device: torc
             local, offsets = local_block(parameter)
             init_(local, name, config, seed, global_shape=tuple(parameter.shape), offsets=offsets)
     return parameters
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are saved, by FQN."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def local_block(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -48,6 +48,7 @@ def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfi
         _split_norm(block.attention_norm, mesh)
         _split_attention(block.attention, mesh, config)
         _split_norm(block.mlp_norm, mesh)
+        assert isinstance(block.mlp, MLP), "experts under tensor parallelism are not available yet"
         _split_mlp(block.mlp, mesh)
         for module in (block.attention, block.mlp):
             _compute(module, _between_sequence_parts, group)

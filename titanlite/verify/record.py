@@ -73,7 +73,7 @@ class Recorder(Trainer):
         return result
 
     def _report(self, done: PendingStep, validate: Any = None) -> None:
-        loss, norm, _ = done.scalars.get()
+        loss, norm, *_ = done.scalars.get()
         self.record.losses.append(loss)
         self.record.norms.append(norm)
         super()._report(done, validate)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.model.helpers import batch, small_config, small_model
 from titanlite.config.layout import parameter_counts
-from titanlite.model.flops import flops_per_token, matmul_parameters
+from titanlite.model.flops import flops_per_token
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -37,7 +37,7 @@ def test_causal_halves_attention_only() -> None:
     config = small_config()
     short, long = flops_per_token(config, 128), flops_per_token(config, 256)
     assert long.palm - short.palm == 2 * (long.causal - short.causal) == 12 * 2 * 4 * 16 * 128
-    assert short.palm - 2 * (short.palm - short.causal) == 6 * matmul_parameters(config)
+    assert short.palm - 2 * (short.palm - short.causal) == 6 * parameter_counts(config).matmul
 
 
 @pytest.mark.parametrize("changes", CASES)
@@ -45,8 +45,7 @@ def test_matmul_parameters_are_those_of_the_model(changes: dict[str, Any]) -> No
     config = small_config(**changes)
     model = small_model(config)
     layers = sum(p.numel() for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2)
-    assert matmul_parameters(config) == layers + config.vocab_size * config.dim
-    assert matmul_parameters(config) == parameter_counts(config).matmul
+    assert parameter_counts(config).matmul == layers + config.vocab_size * config.dim
 
 
 def test_is_torch_free() -> None:
