@@ -22,7 +22,9 @@ def exchange_rows(counts_of_ranks: list[list[int]], dtype: torch.dtype):
     rank, size = dist.get_rank(), dist.get_world_size()
     rows, experts = sorted_rows(counts_of_ranks[rank], rank, dtype)
     rows.requires_grad_()
-    exchange = plan_exchange(torch.tensor(counts_of_ranks[rank]), dist.group.WORLD)
+    world = dist.group.WORLD
+    assert world is not None
+    exchange = plan_exchange(torch.tensor(counts_of_ranks[rank]), world)
     arrived = to_experts(rows, exchange)
 
     per_rank = len(counts_of_ranks[0]) // size

@@ -8,11 +8,83 @@ a layer and forward), then send just these. Backward runs the same exchanges the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titanlite.model.moe import Dispatcher, Experts, grouped_swiglu
+from titanlite.model.transformer import Transformer, moe_layers
+from titanlite.parallel.mesh import Meshes
+
+
+def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
+    """Let the layers with experts work as one over the ranks, in place. Names of parameters stay.
+
+    Experts are divided over meshes.ep, where that is more than one rank; the parts of a sequence are counted together.
+    For a meta model, or the stage of one, before activation checkpointing and FSDP, which shards each expert over
+    meshes.expert_hsdp. Collective over the world, also where a stage has no such layer.
+    """
+    ep = meshes.sparse["ep"]
+    sharing = [mesh.get_group() for mesh in (meshes.cp, meshes.tp) if mesh.size() > 1]
+    for moe in moe_layers(model).values():
+        moe.sum_over_sequence = partial(_sum, groups=sharing)
+        if ep.size() > 1:
+            _divide(moe.experts, ep)
+            moe.dispatcher = ExpertDispatcher(moe.dispatcher, ep.get_group())
+
+
+def _sum(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    counts = counts.clone()
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+def _divide(experts: Experts, mesh: DeviceMesh) -> None:
+    for name, weight in list(experts.named_parameters()):
+        # src_data_rank None: every rank cuts what it has, nothing is sent.
+        setattr(experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)))
+    module: nn.Module = experts
+    module.forward = partial(_own_experts, experts)
+
+
+def _own_experts(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
+    return grouped_swiglu(rows, ends, _local(experts.gate), _local(experts.up), _local(experts.down))
+
+
+def _local(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[Shard(0)])
+
+
+class ExpertDispatcher:
+    """`MoE.dispatcher` of experts that are divided over a group: the local one's rows, exchanged."""
+
+    def __init__(self, local: Dispatcher, group: dist.ProcessGroup) -> None:
+        self._local = local
+        self._group = group
+
+    def dispatch(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Exchanged]:
+        rows, sent = self._local.dispatch(x, experts)
+        counts = sent.ends.diff(prepend=sent.ends.new_zeros(1)).long()
+        exchange = plan_exchange(counts, self._group)
+        return to_experts(rows, exchange), Exchanged(exchange.ends, exchange, sent)
+
+    def combine(self, rows: Tensor, weights: Tensor, sent: Exchanged) -> Tensor:
+        return self._local.combine(from_experts(rows, sent.exchange), weights, sent.local)
+
+
+class Exchanged(NamedTuple):
+    """What the dispatcher remembers between the two ways: the exchange, and what the local one does."""
+
+    ends: Tensor
+    exchange: Exchange
+    local: Any
 
 
 class Exchange(NamedTuple):
@@ -67,19 +139,19 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor, exchange: Exchange, outward: bool) -> Tensor:
         ctx.save_for_backward(place)
-        ctx.way, ctx.outward = exchange[:3], outward
-        return _travel(rows, place, *ctx.way, outward)
+        ctx.splits = exchange.group, exchange.sent, exchange.received
+        ctx.outward = outward
+        return _travel(rows, place, ctx.splits, outward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors
-        return _travel(grads[0], place, *ctx.way, not ctx.outward), None, None, None
+        return _travel(grads[0], place, ctx.splits, not ctx.outward), None, None, None
 
 
-def _travel(
-    rows: Tensor, place: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int], outward: bool
-) -> Tensor:
-    if outward:
+def _travel(rows: Tensor, place: Tensor, splits: tuple[dist.ProcessGroup, list[int], list[int]], out: bool) -> Tensor:
+    group, sent, received = splits
+    if out:
         arrived = rows.new_empty((len(place), *rows.shape[1:]))
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return torch.empty_like(arrived).index_copy_(0, place, arrived)
