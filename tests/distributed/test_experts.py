@@ -13,16 +13,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import full_tensors, largest_error, merge
-from tests.parity.harness import BASE, FULL_RECOMPUTATION, LAYOUTS, ONE_PROCESS, Layout, data_section, make_text
+from tests.harness.training import merge
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
 from titanlite.trainer import Trainer
+from titanlite.verify.record import full_tensors, largest_error
 
 Sections = Mapping[str, Mapping[str, Any]]
 STEPS = 6
+FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
 TOKENS, TOP_K = 24 * 32, 2
 EXPERTS: dict[str, Any] = {
     "n_experts": 6,
@@ -122,12 +125,12 @@ def test_biases_follow_the_loads(one_process: dict[str, Any]) -> None:
 
 
 WAYS = {
-    "accumulation 2": LAYOUTS["accumulation 2"],
-    "accumulation 4": LAYOUTS["accumulation 4"],
-    "full recomputation": Layout(1, merge(LAYOUTS["accumulation 2"].sections, FULL_RECOMPUTATION)),
-    "ddp 2": LAYOUTS["ddp 2"],
-    "fsdp 2, accumulation 2": LAYOUTS["fsdp 2, accumulation 2"],
-    "fsdp 3, full recomputation": Layout(3, merge(LAYOUTS["fsdp 3"].sections, FULL_RECOMPUTATION)),
+    "accumulation 2": LAYOUTS["accumulation 2"][0],
+    "accumulation 4": LAYOUTS["accumulation 4"][0],
+    "full recomputation": Layout(1, merge(LAYOUTS["accumulation 2"][0].sections, FULL_RECOMPUTATION)),
+    "ddp 2": LAYOUTS["ddp 2"][0],
+    "fsdp 2, accumulation 2": LAYOUTS["fsdp 2, accumulation 2"][0],
+    "fsdp 3, full recomputation": Layout(3, merge(LAYOUTS["fsdp 3"][0].sections, FULL_RECOMPUTATION)),
 }
 
 

@@ -33,9 +33,6 @@ from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import expand
 
-NOT_AVAILABLE = ("ep",)  # degrees that cannot be above 1 yet
-NOT_WITH_EXPERTS = ("tp", "cp", "pp")
-
 Rule = Callable[[Loaded], list[Problem]]
 
 
@@ -76,13 +73,17 @@ def _value(loaded: Loaded, key: str) -> Any:
 # --- static rules ---
 
 
-def _available_degrees(loaded: Loaded) -> list[Problem]:
-    experts = loaded.config.model.moe.n_experts > 0
-    return [
-        _problem(loaded, f"parallelism.{name}", "1: this form of parallelism is not available yet", "remove the key")
-        for name in NOT_AVAILABLE + (NOT_WITH_EXPERTS if experts else ())
-        if getattr(loaded.config.parallelism, name) > 1
-    ]
+def _expert_parallel(loaded: Loaded) -> list[Problem]:
+    key, ep, n_experts = "parallelism.ep", loaded.config.parallelism.ep, loaded.config.model.moe.n_experts
+    if ep == 1:
+        return []
+    if n_experts == 0:
+        allowed = "1 while model.moe.n_experts is 0: a dense model has no experts to divide"
+        return [_problem(loaded, key, allowed, "remove the key; parallelism.dp_shard divides any model")]
+    if n_experts % ep:
+        allowed = f"a divisor of model.moe.n_experts = {n_experts}: every rank holds as many experts"
+        return [_problem(loaded, key, allowed, f"set it to one of {divisors(n_experts)}, or change n_experts")]
+    return []
 
 
 def _stages(loaded: Loaded) -> list[Problem]:
@@ -111,7 +112,7 @@ def _schedule_limits(loaded: Loaded) -> list[Problem]:
         allowed = f"false with {schedule}, which runs backward in two parts"
         fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
         problems.append(_problem(loaded, "compile.enable", allowed, fix))
-    sharers = [name for name in ("tp", "cp") if getattr(parallelism, name) > 1]
+    sharers = [name for name in ("tp", "cp", "ep") if getattr(parallelism, name) > 1]
     if loaded.config.activation_checkpoint.mode == "full" and sharers:
         allowed = f'"none" with {schedule} and {" and ".join(sharers)}: in the second part of backward each rank '
         allowed += "recomputes in an order of its own, and the ranks would wait for each other forever"
@@ -282,34 +283,38 @@ def _tensor_parallel(loaded: Loaded) -> list[Problem]:
     if cp == 1 and loaded.config.training.seq_len % tp:  # with cp, _context_parallel says it
         allowed = f"a multiple of tp = {tp}, the parts of a sequence"
         problems.append(_problem(loaded, "training.seq_len", allowed, "change it or parallelism.tp"))
-    for key, size, fix in _tp_sizes(loaded):
+    for key, size, got, fix in _tp_sizes(loaded):
         most = -(-size // tp)
         if (tp - 1) * most >= size:
-            what = f"{size}, which is cut into {-(-size // most)} parts of at most {most}"
+            what = f"{got}, which is cut into {-(-size // most)} parts of at most {most}"
             problems.append(_problem(loaded, key, f"enough for {tp} tensor parallel ranks", fix, what))
     return problems
 
 
-def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str]]:
-    """What is cut over tp and need not divide: key, size, how to change it."""
+def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str, str]]:
+    """What is cut over tp and need not divide: key, size, the size in words, how to change it."""
     model, tp = loaded.config.model, loaded.config.parallelism.tp
-    return [
-        ("model.ffn_dim", model.ffn_dim, f"set it to a multiple of {tp}"),
-        ("model.vocab_size", model.padded_vocab_size, f"set model.vocab_pad_multiple to a multiple of {tp}"),
-    ]
+    vocab, ffn, shared = model.padded_vocab_size, model.ffn_dim, model.moe.n_shared_experts * model.moe.expert_dim
+    sizes = [("model.vocab_size", vocab, f"{vocab} (padded)", f"set model.vocab_pad_multiple to a multiple of {tp}")]
+    if not model.is_moe_layer(0):
+        sizes.insert(0, ("model.ffn_dim", ffn, str(ffn), f"set it to a multiple of {tp}"))
+    if model.moe.n_experts and shared:
+        fix = f"make n_shared_experts x expert_dim a multiple of {tp}"
+        sizes.append(("model.moe.expert_dim", shared, f"a shared expert of {shared}", fix))
+    return sizes
 
 
 def _lost_shards(loaded: Loaded, layout: Layout) -> list[Problem]:
     allowed = f"a size that torch can cut over tp = {layout.tp} and then dp_shard x cp = {layout.fsdp}"
     return [
-        _problem(loaded, key, allowed, fix, f"{size} (padded)" if key == "model.vocab_size" else None)
-        for key, size, fix in _tp_sizes(loaded)
+        _problem(loaded, key, allowed, fix, got)
+        for key, size, got, fix in _tp_sizes(loaded)
         if not shards_are_found(size, layout.tp, layout.fsdp)
     ]
 
 
 RULES: tuple[Rule, ...] = (
-    _available_degrees,
+    _expert_parallel,
     _tensor_parallel,
     _stages,
     _schedule_limits,

@@ -104,6 +104,11 @@ class Meshes:
     def efsdp(self) -> DeviceMesh:
         return self.sparse["efsdp"]
 
+    @cached_property
+    def expert_hsdp(self) -> DeviceMesh:
+        """As hsdp, for the ranks that hold the same experts: (dp_replicate, efsdp), or efsdp alone."""
+        return self.sparse["dp_replicate", "efsdp"] if self.layout.dp_replicate > 1 else self.efsdp
+
     @property
     def ep(self) -> DeviceMesh:
         return self.sparse["ep"]

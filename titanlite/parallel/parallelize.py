@@ -1,7 +1,8 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Pipeline split -> build on meta -> tensor parallelism -> context parallelism -> activation checkpointing -> compile per
-block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it comes after materialising.
+Pipeline split -> build on meta -> tensor parallelism -> expert parallelism -> context parallelism -> activation
+checkpointing -> compile per block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it
+comes after materialising.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from titanlite.parallel import gradients
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.context_parallel import apply_context_parallel, shard_sequence
 from titanlite.parallel.data_parallel import Replicated, Sharded, Single
+from titanlite.parallel.expert_parallel import apply_expert_parallel
 from titanlite.parallel.gradients import GradientStats
 from titanlite.parallel.mesh import Meshes
 from titanlite.parallel.pipeline_parallel import Pipeline, StageModel, StagePart, stage_parts
@@ -116,16 +118,12 @@ class ParallelModel:
         if self.expert_loads.numel() == 0:
             return {}
         loads, sums = self.balance.take()
-        self._sum_counts(loads)
-        self._sum_counts(sums)
+        if self._meshes.layout.world_size > 1:  # each rank has counted other tokens, or other layers
+            dist.all_reduce(loads)
+            dist.all_reduce(sums)
         self.balance.update_biases(loads, found_inf)
         self.expert_loads = loads
         return self.balance.metrics(loads, sums)
-
-    def _sum_counts(self, counts: torch.Tensor) -> None:
-        """Sum, in place, over the ranks that count other tokens or other layers."""
-        if self._meshes.loss.size() > 1:
-            dist.all_reduce(counts, group=self._meshes.loss.get_group())
 
     def metrics(self) -> dict[str, float]:
         """What this form of parallelism adds to a row of metrics; the host may wait for the device. Collective."""
@@ -164,10 +162,6 @@ class PipelinedModel(ParallelModel):
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
         return gradients.finish(self._pipeline.counted, tokens, max_norm, self._pipeline.group)
 
-    def _sum_counts(self, counts: torch.Tensor) -> None:
-        super()._sum_counts(counts)
-        dist.all_reduce(counts, group=self._pipeline.group)
-
     def metrics(self) -> dict[str, float]:
         return self._pipeline.bubble()
 
@@ -203,6 +197,8 @@ def parallelize(
         )
     if ranks.layout.tp > 1:
         apply_tensor_parallel(model, ranks.meshes, model_config)
+    if model_config.moe.n_experts:
+        apply_expert_parallel(model, ranks.meshes)
     blocks = list(model.layers.values())
     if ranks.layout.cp > 1:
         apply_context_parallel(model, ranks.meshes.cp, parallelism.cp_method)
@@ -223,8 +219,8 @@ def parallelize(
         strategy = Single(model) if ranks.world_size == 1 else Replicated(model, ranks.device, reduce_dtype)
     else:
         zero_stage = resolve_zero_stage(parallelism, ranks.layout)
-        mesh, pipeline = ranks.meshes.hsdp, part is not None
-        strategy = Sharded(model, blocks, mesh, zero_stage, param_dtype, reduce_dtype, pipeline)
+        pipeline = part is not None
+        strategy = Sharded(model, blocks, ranks.meshes, zero_stage, param_dtype, reduce_dtype, pipeline)
         parameters = materialise(model, model_config, seed, ranks.device)
     balance = ExpertBalance(model_config, moe_layers(model), ranks.device)
     return ParallelModel(model, strategy, parameters, balance, ranks.device, ranks.meshes)

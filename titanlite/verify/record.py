@@ -31,6 +31,7 @@ class Record:
     """What a run of the trainer did, as whole tensors and Python floats.
 
     sample_ids, tokens: of this rank, step by step.
+    expert_loads:       of a model with experts, step by step: int64 [n_layers, n_experts].
     """
 
     data_rank: int = 0  # which part of each step's samples this rank has ...
@@ -43,6 +44,7 @@ class Record:
     sample_ids: list[list[int]] = dataclasses.field(default_factory=list)
     tokens: list[Tensor] = dataclasses.field(default_factory=list)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # step 1, as the optimizer applied them
+    expert_loads: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 class Recorder(Trainer):
@@ -66,6 +68,8 @@ class Recorder(Trainer):
         self.record.sample_ids.append(torch.cat([batch["sample_ids"] for batch in microbatches]).tolist())
         self.record.tokens.append(torch.cat([batch["tokens"] for batch in microbatches]))
         super().train_step(microbatches)
+        if self.config.model.moe.n_experts:
+            self.record.expert_loads.append(self.model.expert_loads.cpu())
 
     def validate(self) -> dict[str, float]:
         result = super().validate()
@@ -73,7 +77,7 @@ class Recorder(Trainer):
         return result
 
     def _report(self, done: PendingStep, validate: Any = None) -> None:
-        loss, norm, _ = done.scalars.get()
+        loss, norm, *_ = done.scalars.get()
         self.record.losses.append(loss)
         self.record.norms.append(norm)
         super()._report(done, validate)
@@ -95,6 +99,7 @@ def deviations(records: Sequence[Record], reference: Record) -> list[str]:
         if not error <= GRADIENT_TOLERANCE:
             found.append(f"rank {rank}: gradient of {name} off by {error:.2e}")
         found += _samples(rank, record, reference)
+        found += _flips(rank, record, reference)
     if {record.data_rank for record in records} != set(range(records[0].data_size)):
         found.append("some part of the samples is nobody's")
     return found
@@ -108,6 +113,18 @@ def _samples(rank: int, record: Record, reference: Record) -> list[str]:
         mine = record.sample_ids[step]
         if mine != ids[part] or not torch.equal(record.tokens[step], reference.tokens[step][part]):
             return [f"rank {rank}, step {step + 1}: samples {mine[:8]}…, not {ids[part][:8]}…, or other tokens in them"]
+    return []
+
+
+def _flips(rank: int, record: Record, reference: Record) -> list[str]:
+    """The first step in which tokens went to other experts: one that stood between two is enough to change a run."""
+    if len(record.expert_loads) != len(reference.expert_loads):
+        return [f"rank {rank}: expert loads of {len(record.expert_loads)} steps, not {len(reference.expert_loads)}"]
+    for step, (mine, other) in enumerate(zip(record.expert_loads, reference.expert_loads, strict=True), start=1):
+        moved = (mine - other).abs().sum(dim=1)
+        if moved.any():
+            where = {layer: int(n) for layer, n in enumerate(moved.tolist()) if n}
+            return [f"rank {rank}, step {step}: loads of experts differ, by layer: {where} (a flipped choice makes 2)"]
     return []
 
 

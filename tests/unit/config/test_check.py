@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.check import NOT_AVAILABLE, machine_problems, static_problems, warnings
+from titanlite.config.check import machine_problems, static_problems, warnings
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import Problem
 
@@ -27,7 +27,7 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["--parallelism.ep=2"], "parallelism.ep", "got 2; allowed: 1: this form of parallelism is not available yet"),
+        (["--parallelism.ep=2"], "parallelism.ep", "got 2; allowed: 1 while model.moe.n_experts is 0"),
         (
             ["--parallelism.tp=3", "--training.seq_len=33"],
             "parallelism.tp",
@@ -187,10 +187,36 @@ def test_legal_experts(make: Make) -> None:
         assert static_problems(make(*MOE, *overrides), 1) == [] and warnings(make(*MOE, *overrides), 1) == []
 
 
-def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
-    assert NOT_AVAILABLE == ("ep",)
-    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 2)
-    assert [problem.key for problem in problems] == [f"parallelism.{name}" for name in NOT_AVAILABLE]
+EXPERTS_6 = ("--model.moe.n_experts=6", "--model.moe.top_k=2", "--model.moe.expert_dim=8")
+
+
+def test_expert_parallelism(make: Make) -> None:
+    for ep in (1, 2, 3, 6):
+        assert static_problems(make(*EXPERTS_6, f"--parallelism.ep={ep}"), 6) == []
+    (problem,) = static_problems(make(*EXPERTS_6, "--parallelism.ep=4"), 4)
+    assert (problem.key, problem.where, problem.got) == ("parallelism.ep", "command line", "4")
+    assert "a divisor of model.moe.n_experts = 6" in problem.allowed and "one of [1, 2, 3, 6]" in problem.fix
+    (problem,) = static_problems(make(*EXPERTS_6, "--parallelism.ep=3"), 4)
+    assert problem.key == "parallelism.ep" and "a divisor of dp_shard x cp x tp = 4" in problem.allowed
+    for degrees in (
+        ("tp=2",),
+        ("tp=2", "ep=2"),
+        ("cp=2", "ep=2"),
+        ("pp=2", "ep=2", "pp_schedule=GPipe"),
+        ("dp_replicate=2", "ep=2"),
+    ):
+        assert static_problems(make(*EXPERTS_6, *(f"--parallelism.{degree}" for degree in degrees)), 4) == []
+
+
+def test_sizes_of_a_model_with_experts_under_tensor_parallelism(make: Make) -> None:
+    """The dense MLP counts where a layer has one; the shared expert is cut like one; routed experts are not cut."""
+    heads = ("--model.n_heads=16", "--model.n_kv_heads=16", "--model.dim=256", "--parallelism.tp=16")
+    narrow = (*EXPERTS_6, *heads, "--model.ffn_dim=15")
+    assert static_problems(make(*narrow), 16) == []
+    (problem,) = static_problems(make(*narrow, "--model.moe.first_k_dense=1"), 16)
+    assert problem.key == "model.ffn_dim" and "got 15, which is cut into" in str(problem)
+    (problem,) = static_problems(make(*narrow, "--model.moe.n_shared_experts=1"), 16)
+    assert problem.key == "model.moe.expert_dim" and "a shared expert of 8, which is cut into 8 parts" in problem.got
 
 
 def test_context_parallelism(make: Make) -> None:
@@ -274,6 +300,8 @@ def test_recomputation_with_a_split_backward_and_shared_blocks_is_refused(make: 
     deep, tp = ("--model.n_layers=4", *PP), "--parallelism.tp=2"
     (problem,) = static_problems(make(*deep, zero_bubble, full, tp), 4)
     assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and tp" in problem.allowed
+    (problem,) = static_problems(make(*deep, *MOE, zero_bubble, full, "--parallelism.ep=2"), 4)
+    assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and ep" in problem.allowed
     for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp)):
         assert static_problems(make(*deep, *overrides), 2 ** (1 + (tp in overrides))) == [], overrides
 
