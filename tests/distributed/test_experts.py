@@ -151,7 +151,7 @@ def test_the_way_of_a_step_changes_nothing(way: str, one_process: dict[str, Any]
 
 @pytest.mark.parametrize("name", ["one process", "fsdp 2"])
 def test_a_resumed_run_is_the_unbroken_run(name: str, text: Path, tmp_path: Path) -> None:
-    layout = ONE_PROCESS if name == "one process" else LAYOUTS[name]
+    layout = ONE_PROCESS if name == "one process" else LAYOUTS[name][0]
     saving: Sections = {"checkpoint": {"enable": True}, "metrics": {"enable_tensorboard": True}}
     unbroken = train(layout, text, tmp_path / "unbroken", STEPS, saving)
     train(layout, text, tmp_path / "resumed", 3, saving)
