@@ -176,7 +176,7 @@ def parallelize(
         # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails.
         for block in blocks:
             block.forward = torch.compile(block.forward)
-    apply_activation_checkpoint(blocks, activation_checkpoint)
+    apply_activation_checkpoint(model.layers, activation_checkpoint, ranks.layout.tp > 1)
     if compile_config.enable and ranks.layout.tp == 1:
         _compile(blocks)
 
