@@ -401,13 +401,13 @@ def _odd() -> None:
 # ---- the model
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("method", ["ring", "allgather"])
-def test_compiled_blocks_are_one_graph_and_the_same(method: str, recompute: bool) -> None:
-    run_distributed(_compiled, 2, method, recompute, timeout=120)
+def test_compiled_blocks_are_one_graph_and_the_same(method: str, mode: str) -> None:
+    run_distributed(_compiled, 2, method, mode, timeout=120)
 
 
-def _compiled(method: Any, recompute: bool) -> None:
+def _compiled(method: Any, mode: Any) -> None:
     """fullgraph: no breaks. aot_eager runs the traced graphs without a C++ compiler."""
     meshes = Meshes(resolve_layout(ParallelismConfig(cp=2), 2), "cpu")
     config = small_config()
@@ -420,10 +420,9 @@ def _compiled(method: Any, recompute: bool) -> None:
     for is_compiled in (False, True):
         model = small_model(config)
         apply_context_parallel(model, meshes.cp, method)
-        blocks = list(model.layers.values())
-        apply_activation_checkpoint(blocks, ActivationCheckpointConfig(mode="full" if recompute else "none"))
+        apply_activation_checkpoint(model.layers, ActivationCheckpointConfig(mode=mode))
         if is_compiled:
-            for block in blocks:
+            for block in model.layers.values():
                 block.compile(backend="aot_eager", fullgraph=True)
         loss = model(**inputs)
         loss.backward()

@@ -170,7 +170,7 @@ class PipelinePlan:
         idle time with the gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward, from
         M >= K microbatches on (Qi et al. 2023, ZB-H1), in a V from 2 K on; with fewer a rank idles longer than that.
         """
-        K, M = self.pp, microbatches  # noqa: N806
+        K, M = self.pp, microbatches
         v = len(self.layers) // K
         if self.schedule in SPLIT_BACKWARD:
             return (K - 1) / (3 * v * M + K - 1)

@@ -281,7 +281,25 @@ class ParallelismConfig(Section):
 
 
 class ActivationCheckpointConfig(Section):
-    mode: Literal["none", "full"] = Field("none", description='"full": recompute every block in backward.')
+    mode: Literal["none", "full", "selective"] = Field(
+        "none", description='"full": recompute every block in backward. "selective": as selective_ac_option says.'
+    )
+    selective_ac_option: str = Field(
+        "op",
+        description='What "selective" recomputes. "op": of every block, all but what attention and its matrices made. '
+        'A number, as text: "2": every second block in full.',
+    )
+
+    def of_layer(self, index: int) -> Literal["none", "full", "op"]:
+        """What is recomputed of layer `index` of the whole model: nothing, all, or what selective_ac_option "op" says.
+
+        Of every n layers the last one is recomputed, whatever stage of a pipeline it is on.
+        """
+        if self.mode != "selective":
+            return self.mode
+        if self.selective_ac_option == "op":
+            return "op"
+        return "none" if (index + 1) % int(self.selective_ac_option) else "full"
 
 
 class CompileConfig(Section):

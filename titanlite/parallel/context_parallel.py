@@ -15,7 +15,7 @@ Both are custom operators, so that torch.compile keeps a block in one graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.model import attention
 from titanlite.model.transformer import Transformer
 from titanlite.parallel.attention_kernels import kernel_for
-from titanlite.parallel.collectives import gather_sequence, scatter_sequence
+from titanlite.parallel.collectives import gather_sequence, group_named, scatter_sequence
 
 Method = Literal["ring", "allgather"]
 
@@ -112,7 +112,7 @@ class AllGather:
         places = [zigzag_positions(rank, self._size, length).to(device) for rank in range(self._size)]
         seen = (places[self._rank][:, None] >= torch.cat(places)).unsqueeze(0)  # [1, L, S]
         if documents is not None:
-            everyone = gather_sequence(documents, _group(self._name))
+            everyone = gather_sequence(documents, group_named(self._name))
             seen = seen & (documents[:, :, None] == everyone[:, None, :])
         return torch.full(seen.shape, -math.inf, dtype=dtype, device=device).masked_fill_(seen, 0.0).unsqueeze(1)
 
@@ -270,15 +270,9 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # ---- as operators: one node each in torch.compile's graph, with a backward that may run twice
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    """The process group of a name. Private in torch (seen working on 2.13.0); operators take no groups."""
-    resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
-    return resolve(name)
-
-
 @torch.library.custom_op("titanlite::ring_attention", mutates_args=())
 def _ring_op(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    return ring_forward(q, k, v, _group(group_name))
+    return ring_forward(q, k, v, group_named(group_name))
 
 
 @_ring_op.register_fake
@@ -290,7 +284,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]
 def _ring_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    return ring_backward(grad, q, k, v, out, lse, _group(group_name))
+    return ring_backward(grad, q, k, v, out, lse, group_named(group_name))
 
 
 @_ring_backward_op.register_fake
@@ -313,26 +307,27 @@ def _backward_of_ring(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor,
 
 
 _ring_op.register_autograd(_backward_of_ring, setup_context=_save_ring)
+RING_ATTENTION = torch.ops.titanlite.ring_attention.default
 
 
 @torch.library.custom_op("titanlite::gather_sequence", mutates_args=())
 def _gather_op(x: Tensor, group_name: str) -> Tensor:
-    return gather_sequence(x, _group(group_name))
+    return gather_sequence(x, group_named(group_name))
 
 
 @_gather_op.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] * _group(group_name).size(), *x.shape[2:]))
+    return x.new_empty((x.shape[0], x.shape[1] * group_named(group_name).size(), *x.shape[2:]))
 
 
 @torch.library.custom_op("titanlite::scatter_sum", mutates_args=())
 def _scatter_op(x: Tensor, group_name: str) -> Tensor:
-    return scatter_sum(x, _group(group_name))
+    return scatter_sum(x, group_named(group_name))
 
 
 @_scatter_op.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] // _group(group_name).size(), *x.shape[2:]))
+    return x.new_empty((x.shape[0], x.shape[1] // group_named(group_name).size(), *x.shape[2:]))
 
 
 def _save_gather(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:

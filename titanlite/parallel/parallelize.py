@@ -208,7 +208,7 @@ def parallelize(
         # what a compiled block leaves out, as it does experts, must not be where it recomputes.
         for block in blocks:
             block.forward = torch.compile(block.forward)
-    apply_activation_checkpoint(blocks, activation_checkpoint)
+    apply_activation_checkpoint(model.layers, activation_checkpoint, ranks.layout.tp > 1)
     if compile_config.enable and not compile_first:
         _compile(blocks)
 

@@ -415,7 +415,7 @@ def test_names_shapes_and_initial_weights() -> None:
 def test_recomputation_changes_neither_gradients_nor_counts() -> None:
     config = moe_config({"aux_loss_coeff": 0.1, "z_loss_coeff": 0.1, "n_shared_experts": 1})
     plain, forgetful = small_model(config), small_model(config)
-    apply_activation_checkpoint(forgetful.layers.values(), ActivationCheckpointConfig(mode="full"))
+    apply_activation_checkpoint(forgetful.layers, ActivationCheckpointConfig(mode="full"))
     tokens, labels = batch(config)
     for model in (plain, forgetful):
         model(tokens, labels).backward()
