@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("titanlite.launch", "train what a TOML declares; the same as ./run_train.sh"),
     "prepare": ("titanlite.commands.prepare", "turn text into tokens or a tokenizer, and look at them"),
     "config": ("titanlite.commands.config", "print, check or list runs"),
+    "checkpoint": ("titanlite.commands.checkpoint", "list, verify or show checkpoints"),
 }
 
 

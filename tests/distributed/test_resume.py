@@ -146,6 +146,23 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_bi
     assert names == ["step-00000004", "step-00000006", "step-00000006.damaged-1"]
 
 
+def test_a_checkpoint_that_was_asked_for_and_is_damaged_is_refused(text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path, 1)
+    step = tmp_path / "run/checkpoints/step-00000001"
+    asked: Sections = {"checkpoint": {"resume": str(step)}, "run": {"name": "other"}}
+    manifest = json.loads((step / "manifest.json").read_text())
+    whole = (step / "__0_0.distcp").read_bytes()
+    (step / "__0_0.distcp").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(AssertionError, match=r"DamagedError: .*__0_0\.distcp: got other content"):
+        train(ONE_PROCESS, text, tmp_path, 2, asked)
+    (step / "__0_0.distcp").write_bytes(whole)
+    del manifest["checksum"], manifest["train_state"]["samples"]
+    manifest["files"] = {name: {"bytes": entry["bytes"]} for name, entry in manifest["files"].items()}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(AssertionError, match=r"InputError: .*train_state\.samples: got None"):
+        train(ONE_PROCESS, text, tmp_path, 2, asked)
+
+
 def test_a_finished_run_is_a_no_op(text: Path, tmp_path: Path) -> None:
     first = train(ONE_PROCESS, text, tmp_path, 2)
     before = (tmp_path / "run/metrics.jsonl").read_bytes()

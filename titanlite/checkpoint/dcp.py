@@ -230,11 +230,18 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 def read_metadata(folder: Path) -> Metadata:
     """DCP's description of a checkpoint. The only place where its pickle is read; nothing in the file can run code.
 
-    Raises CheckpointError if the file asks for anything but the classes that describe tensors, or sends the reader
-    anywhere but to plain tensors in files of this folder.
+    Raises CheckpointError if the file is no such description, asks for anything but the classes that describe tensors,
+    or sends the reader anywhere but to plain tensors in files of this folder; OSError.
     """
     with open(folder / METADATA, "rb") as file:
-        metadata = _MetadataUnpickler(file).load()
+        try:
+            metadata = _MetadataUnpickler(file).load()
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # pickle promises no kinds
+            raise CheckpointError(
+                f"{folder / METADATA}: not the metadata of a checkpoint ({describe(error)})"
+            ) from error
     if not (
         isinstance(metadata, Metadata)
         and all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())

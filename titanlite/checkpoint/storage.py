@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 # Why a folder was set aside: a run came to its step again, or it is not what was written.
 SUPERSEDED, DAMAGED = "superseded", "damaged"
+_ASIDE_NAME = re.compile(rf"(step-\d{{8,}})\.((?:{SUPERSEDED}|{DAMAGED})-\d+)")
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -70,6 +71,13 @@ def step_of(folder: Path) -> int | None:
     if match is None or step_folder(folder.parent, int(match[1])).name != folder.name:
         return None
     return int(match[1])
+
+
+def step_and_state(folder: Path) -> tuple[int, str] | None:
+    """(step, "" or why and as which it was set aside: "damaged-1") by the folder's name; None for foreign names."""
+    match = _ASIDE_NAME.fullmatch(folder.name)
+    step = step_of(folder.with_name(match[1]) if match else folder)
+    return None if step is None else (step, match[2] if match else "")
 
 
 # ---- manifest
@@ -259,6 +267,13 @@ def commit(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 # ---- which there are, and which stay
+
+
+def all_folders(checkpoints: Path) -> list[Path]:
+    """Step folders, and those that were set aside, by step."""
+    folders = _listing(checkpoints) if checkpoints.is_dir() else []
+    found = [(state, folder) for folder in folders if folder.is_dir() and (state := step_and_state(folder))]
+    return [folder for _, folder in sorted(found)]
 
 
 def committed_folders(checkpoints: Path) -> list[Path]:
