@@ -227,8 +227,7 @@ def prepare_folder(checkpoints: Path, step: int) -> str:
     elif folder.exists():
         remove(folder)
     checkpoints.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    fsync_folder(checkpoints)
+    folder.mkdir(exist_ok=True)  # on the disk with the commit: training waits for this
     return said
 
 
@@ -262,6 +261,7 @@ def wait_for_files(folder: Path, files: Mapping[str, int]) -> None:
 
 def commit(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Make the checkpoint count: the manifest goes to the disk, then to its name. All other files are there already."""
+    fsync_folder(folder.parent)
     fsync_folder(folder)  # their names, before the one that counts
     write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode())
 

@@ -215,16 +215,17 @@ def test_commit_is_the_last_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     replace = os.replace
     monkeypatch.setattr(files, "fsync_file", lambda file: calls.append("fsync file"))
     for module in (storage, files):
-        monkeypatch.setattr(module, "fsync_folder", lambda folder: calls.append("fsync folder"))
+        monkeypatch.setattr(module, "fsync_folder", lambda folder: calls.append(f"fsync {folder.name}"))
 
     def recorded(source: Path, target: Path) -> None:
         calls.append("rename")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", recorded)
-    storage.commit(tmp_path, storage.make_manifest(1, {".metadata": FileRecord(0, None)}, PARTS))
-    assert calls == ["fsync folder", "fsync file", "rename", "fsync folder"]
-    assert names(tmp_path) == ["manifest.json"]
+    (tmp_path / "c" / "s").mkdir(parents=True)
+    storage.commit(tmp_path / "c" / "s", storage.make_manifest(1, {".metadata": FileRecord(0, None)}, PARTS))
+    assert calls == ["fsync c", "fsync s", "fsync file", "rename", "fsync s"]
+    assert names(tmp_path / "c" / "s") == ["manifest.json"]
 
 
 def test_leftovers_of_the_same_step_are_replaced_and_committed_ones_kept(tmp_path: Path) -> None:
