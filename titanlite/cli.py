@@ -18,6 +18,7 @@ COMMANDS = {
     "prepare": ("titanlite.commands.prepare", "turn text into tokens or a tokenizer, and look at them"),
     "verify": ("titanlite.commands.verify", "compare a small copy of a run under layouts with one process"),
     "config": ("titanlite.commands.config", "print, check or list runs"),
+    "checkpoint": ("titanlite.commands.checkpoint", "list, verify or show checkpoints"),
 }
 
 

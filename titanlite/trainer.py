@@ -23,7 +23,7 @@ from titanlite.data.loader import Batch, ValidationData, build_train_loader
 from titanlite.data.phase import first_phase, resume
 from titanlite.data.prepare import prepare
 from titanlite.files import write_atomically
-from titanlite.identity import check_ranks_agree, check_same_run
+from titanlite.identity import check_ranks_agree, check_same_run, check_train_state
 from titanlite.lifeline import has_launcher
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.throughput import Throughput, bf16_slower_than_fp32, peak_flops
@@ -141,13 +141,8 @@ class Trainer:
         assert self.checkpoints is not None
         manifest = self.checkpoints.read_manifest(self.resume_path)
         if self.config.checkpoint.resume != "auto":
-            # The same command is run again after a crash: it goes on with what it has done since.
-            given, newest = str(self.resume_path), self.checkpoints.latest()
-            since = self.checkpoints.read_manifest(newest) if newest else None
-            if newest and since and since["train_state"].get("resumed_from") == given:
-                self._say(f"{newest} goes on from {given}: resuming that")
-                self.resume_path, manifest = newest, since
-            manifest["train_state"]["resumed_from"] = given
+            manifest["train_state"]["resumed_from"] = str(Path(self.config.checkpoint.resume).resolve())
+        check_train_state(manifest, self.resume_path)
         for difference in check_same_run(manifest, self.resume_path, config=self.config, data=self.data):
             self._say(f"resume: {difference}")
         train_state = manifest["train_state"]
@@ -406,6 +401,7 @@ class Trainer:
             **dict(zip(done.others, others, strict=True)),
             **self.throughput.row(),
             **self.model.metrics(),
+            **(self.checkpoints.metrics() if self.checkpoints else {}),
             **extra,
         }
         assert self.metrics is not None

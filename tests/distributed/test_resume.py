@@ -127,6 +127,45 @@ def test_a_run_that_lost_its_last_steps_repeats_them_bitwise(text: Path, tmp_pat
     assert (newest / "manifest.json").exists()
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_bitwise(
+    text: Path, tmp_path: Path
+) -> None:
+    """What saves have cost is in the rows, too."""
+    layout, saving = LAYOUTS["fsdp 2"], {"checkpoint": {"interval": 2}}
+    unbroken = train(layout, text, tmp_path / "a", 6, saving)
+    expected = curve(tmp_path / "a")
+    costs = [{key for key in row if key.startswith("checkpoint_")} for row in rows(tmp_path / "a")]
+    assert not costs[0] and not costs[1]
+    assert "checkpoint_stall_seconds" in costs[2]
+    assert {"checkpoint_seconds", "checkpoint_checksum_share"} <= set().union(*costs)
+    checkpoints = tmp_path / "a/run/checkpoints"
+    path = checkpoints / "step-00000006/__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert train(layout, text, tmp_path / "a", 6, saving) == unbroken
+    assert curve(tmp_path / "a") == expected
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["step-00000004", "step-00000006", "step-00000006.damaged-1"]
+
+
+def test_a_checkpoint_that_was_asked_for_and_is_damaged_is_refused(text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path, 1)
+    step = tmp_path / "run/checkpoints/step-00000001"
+    asked: Sections = {"checkpoint": {"resume": str(step)}, "run": {"name": "other"}}
+    manifest = json.loads((step / "manifest.json").read_text())
+    whole = (step / "__0_0.distcp").read_bytes()
+    (step / "__0_0.distcp").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(AssertionError, match=r"DamagedError: .*__0_0\.distcp: got other content"):
+        train(ONE_PROCESS, text, tmp_path, 2, asked)
+    (step / "__0_0.distcp").write_bytes(whole)
+    del manifest["checksum"], manifest["train_state"]["samples"]
+    manifest["files"] = {name: {"bytes": entry["bytes"]} for name, entry in manifest["files"].items()}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(AssertionError, match=r"InputError: .*train_state\.samples: got None"):
+        train(ONE_PROCESS, text, tmp_path, 2, asked)
+
+
 def test_a_finished_run_is_a_no_op(text: Path, tmp_path: Path) -> None:
     first = train(ONE_PROCESS, text, tmp_path, 2)
     before = (tmp_path / "run/metrics.jsonl").read_bytes()

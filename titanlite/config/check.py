@@ -7,6 +7,7 @@ all of it at once.
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -355,7 +356,9 @@ def file_problems(loaded: Loaded) -> list[Problem]:
                 problems += _input(loaded, f"data.sources.{i}.{name}", path)
     if config.tokenizer.path and config.tokenizer.path != EMBEDDED:
         problems += _input(loaded, "tokenizer.path", config.tokenizer.path)
-    for key, folder in (("run.output_dir", run_folder(loaded)), ("data.cache_dir", Path(config.data.cache_dir))):
+    run = run_folder(loaded)
+    written = [("run.output_dir", run / "checkpoints" if config.checkpoint.enable else run)]
+    for key, folder in (*written, ("data.cache_dir", Path(config.data.cache_dir))):
         obstacle = _cannot_write(folder)
         if obstacle and str(folder) not in ("", "."):
             problems.append(_problem(loaded, key, "a folder that can be made and written", obstacle))
@@ -438,6 +441,7 @@ def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
     found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded) + _mask_warnings(loaded)
+    found += _checkpoint_warnings(loaded)
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
@@ -493,6 +497,27 @@ def _switched_off(loaded: Loaded) -> list[str]:
         if idle:
             found.append(f"{', '.join(idle)}: ignored while {section}.enable is false.")
     return found
+
+
+def _checkpoint_warnings(loaded: Loaded) -> list[str]:
+    checkpoint = loaded.config.checkpoint
+    folder = run_folder(loaded) / "checkpoints"
+    if not checkpoint.enable:
+        if not any(folder.glob("step-*/manifest.json")):
+            return []
+        return [
+            f"checkpoint.enable is false: what is in {folder} is not gone on from. The run starts anew, and the "
+            "metrics of the earlier one are set aside."
+        ]
+    if checkpoint.keep_every and checkpoint.keep_latest_k == 0:
+        return ["checkpoint.keep_every: ignored while checkpoint.keep_latest_k is 0, which keeps all checkpoints."]
+    if checkpoint.keep_every % checkpoint.interval:
+        kept = math.lcm(checkpoint.keep_every, checkpoint.interval)
+        return [
+            f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.interval = "
+            f"{checkpoint.interval}: only every {kept}th step is both saved and kept for good."
+        ]
+    return []
 
 
 def _schedule_warnings(loaded: Loaded) -> list[str]:

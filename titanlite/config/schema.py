@@ -310,6 +310,9 @@ class CheckpointConfig(Section):
     enable: bool = Field(True, description="Save checkpoints, and resume from them.")
     interval: Positive = Field(500, description="Steps between two checkpoints. The last step is always saved.")
     keep_latest_k: NonNegative = Field(3, description="Committed checkpoints that are kept. 0: all.")
+    keep_every: NonNegative = Field(
+        0, description="Checkpoints of the multiples of this number of steps are kept for good, besides. 0: none."
+    )
     async_mode: Literal["disabled", "async"] = Field(
         "async", description='"async": training goes on while the snapshot is written.'
     )

@@ -418,6 +418,12 @@ def test_folders_that_cannot_be_made(make: Make, write: Write, tmp_path: Path) -
     write("x", "outputs/run", minimal=False)  # a file where the run folder would be
     (problem,) = machine_problems(make(), 0)
     assert problem.key == "run.output_dir" and "outputs/run is a file" in problem.fix
+    (tmp_path / "outputs/run").unlink()
+    (tmp_path / "outputs/run").mkdir()
+    write("x", "outputs/run/checkpoints", minimal=False)
+    (problem,) = machine_problems(make(), 0)
+    assert problem.key == "run.output_dir" and "outputs/run/checkpoints is a file" in problem.fix
+    assert machine_problems(make("--checkpoint.enable=false"), 0) == []
     assert machine_problems(make("--run.output_dir=new/deep", "--data.cache_dir=."), 0) == []
     assert not (tmp_path / "new").exists()  # checking makes nothing
 
@@ -486,6 +492,8 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
             "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1",
         ),
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
+        (["--checkpoint.keep_every=5", "--checkpoint.keep_latest_k=0"], 1, "checkpoint.keep_every: ignored while"),
+        (["--checkpoint.keep_every=9", "--checkpoint.interval=6"], 1, "every 18th step"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
         (["--data.document_mask=true", "--training.seq_len=24"], 1, "which 16 does not divide"),
         (["--parallelism.cp_method=allgather"], 2, "cp_method: ignored while parallelism.cp is 1"),
@@ -508,6 +516,7 @@ def test_warning(make: Make, overrides: list[str], world: int, words: str) -> No
         (["--lr_scheduler.decay_ratio=0", "--training.steps=11"], 1),  # the peak holds for ever
         (["--lr_scheduler.decay_ratio=0.5", "--lr_scheduler.min_lr_factor=0.2"], 1),
         (["--checkpoint.enable=false"], 1),
+        (["--checkpoint.keep_every=12", "--checkpoint.interval=6"], 1),
         (["--parallelism.cp_method=allgather", "--parallelism.cp=2"], 2),
         (["--parallelism.cp_method=ring"], 1),
         (["--parallelism.dp_shard=3"], 4),  # refused; not the warnings' concern
@@ -521,6 +530,17 @@ def test_a_resolved_config_warns_of_what_its_run_did(make: Make, write: Write) -
     """It gives every key, so that being given says nothing."""
     write(dump(make("--lr_scheduler.decay_ratio=0").config), "resolved.toml", minimal=False)
     assert warnings(load("resolved.toml"), 1) == []
+
+
+def test_a_run_that_leaves_its_checkpoints_alone_is_told(make: Make, tmp_path: Path) -> None:
+    loaded = make("--checkpoint.enable=false")
+    step = tmp_path / "outputs/run/checkpoints/step-00000010"
+    step.mkdir(parents=True)
+    assert warnings(loaded, 1) == []
+    (step / "manifest.json").write_text("{}")
+    (warning,) = warnings(loaded, 1)
+    assert "outputs/run/checkpoints is not gone on from" in warning
+    assert warnings(make(), 1) == []
 
 
 def test_section_switched_off_on_the_command_line_is_no_mistake(write: Write) -> None:
