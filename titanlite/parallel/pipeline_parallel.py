@@ -11,6 +11,7 @@ Private in torch, and so wrapped here (seen working on 2.13.0, CPU): `PipelineSt
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,23 @@ def stage_parts(plan: PipelinePlan, rank: int) -> dict[int, StagePart]:
     """The stages of one rank of the pp axis, by index."""
     last = len(plan.layers) - 1
     return {stage: StagePart(plan.layers[stage], stage == 0, stage == last) for stage in plan.stages_of(rank)}
+
+
+def forward_ticks(plan: PipelinePlan, microbatches: int) -> Iterator[list[tuple[int, int]]]:
+    """Forward of all microbatches through all stages, in ticks: of each, (stage, microbatch) of the ranks that compute.
+
+    A rank runs its stages in order, each with all microbatches. What a tick computes can be used in the next.
+    """
+    waiting = [
+        deque((stage, number) for stage in plan.stages_of(rank) for number in range(microbatches))
+        for rank in range(plan.pp)
+    ]
+    done = {(-1, number) for number in range(microbatches)}  # as if by a stage before the first
+    while any(waiting):
+        ready = [queue for queue in waiting if queue and (queue[0][0] - 1, queue[0][1]) in done]
+        tick = [queue.popleft() for queue in ready]
+        done.update(tick)
+        yield tick
 
 
 class Clock:
@@ -234,6 +252,8 @@ class Pipeline:
         self.counted = [p for name, p in self.parameters.items() if not (twice and name == TIED)]
         if here not in (first, last):
             self._tied_group = None
+        # A group's first collective must be one of all its ranks (NCCL); a batch of sends and receives is of some.
+        dist.all_reduce(torch.zeros((), device=device), group=self.group)
 
     # ---- training
 
@@ -317,42 +337,38 @@ class Pipeline:
         self._renew_second_copies()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         microbatches = split(inputs, min(self._microbatches, inputs["tokens_or_h"].shape[0]))
-        received: list[Tensor | None] = [None] * len(microbatches)
-        sends: list[dist.Work] = []
-        sent: list[Tensor] = []  # kept until it is gone
+        models = {model.index: model for model in self._models}
         last = len(self.plan.layers) - 1
-        for model in self._models:
-            here, after = self._rank(model.index), self._rank(model.index + 1) if model.index < last else None
-            before = self._rank(model.index - 1) if model.index > 0 else None
-            for number, microbatch in enumerate(microbatches):
-                if before is None:
-                    h = microbatch["tokens_or_h"]
-                elif before == here:
-                    local = received[number]
-                    assert local is not None
-                    h = local
-                else:
-                    h = torch.empty(self._hidden_shape(microbatch), dtype=self._hidden[2], device=self._device)
-                    dist.recv(h, src=before, group=self.group)
-                out = model.module(h, **stage_arguments(microbatch, model.index == last))
-                if after is None:
-                    total += out
-                elif after == here:
-                    received[number] = out
-                else:
-                    sent.append(out.contiguous())
-                    work = dist.isend(sent[-1], dst=after, group=self.group)
-                    assert work is not None
-                    sends.append(work)
-            model.release()
-        for work in sends:
-            work.wait()
+
+        def transfer(op: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
+            return dist.P2POp(op, tensor, group=self.group, group_peer=self.plan.rank_of(stage))
+
+        hidden = {(0, number): microbatch["tokens_or_h"] for number, microbatch in enumerate(microbatches)}
+        for tick in forward_ticks(self.plan, len(microbatches)):
+            transfers: list[dist.P2POp] = []
+            for stage, number in tick:
+                after = stage + 1
+                if stage in models:
+                    arguments = stage_arguments(microbatches[number], stage == last)
+                    out = models[stage].module(hidden.pop((stage, number)), **arguments)
+                    if stage == last:
+                        total += out
+                    elif after in models:
+                        hidden[after, number] = out
+                    else:
+                        transfers.append(transfer(dist.isend, out.contiguous(), after))
+                    if number == len(microbatches) - 1:
+                        models[stage].release()
+                elif after in models:
+                    shape = self._hidden_shape(microbatches[number])
+                    hidden[after, number] = torch.empty(shape, dtype=self._hidden[2], device=self._device)
+                    transfers.append(transfer(dist.irecv, hidden[after, number], stage))
+            # Both directions at once, and the same ticks on all ranks. One by one, the sends and receives of two ranks
+            # share a queue under NCCL: with several stages a rank a send would wait behind a receive that waits for it.
+            for work in dist.batch_isend_irecv(transfers) if transfers else ():
+                work.wait()
         dist.all_reduce(total, group=self.group)
         return total
-
-    def _rank(self, stage: int) -> int:
-        """Global rank that holds a stage."""
-        return dist.get_global_rank(self.group, self.plan.rank_of(stage))
 
     def _hidden_shape(self, inputs: Inputs) -> tuple[int, int, int]:
         rows, tokens = inputs["tokens_or_h"].shape
