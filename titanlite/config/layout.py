@@ -164,14 +164,17 @@ class PipelinePlan:
     def ideal_bubble(self, microbatches: int) -> float:
         """Share of a run in which a rank idles if all stages cost the same and sending costs nothing.
 
-        With v stages a rank: (K - 1) / (v M + K - 1), Narayanan et al. 2021; zero-bubble schedules fill it with the
-        gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward (Qi et al. 2023, ZB-H1),
-        and nothing in a V (2024).
+        With v stages a rank and M >= K: (K - 1) / (v M + K - 1), Narayanan et al. 2021; with fewer microbatches a rank
+        also waits for the first to come around, before each of its stages but the first. A backward in two parts fills
+        idle time with the gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward, from
+        M >= K microbatches on (Qi et al. 2023, ZB-H1), in a V from 2 K on; with fewer a rank idles longer than that.
         """
-        if self.schedule in V_SHAPED:
-            return 0.0
-        work = len(self.layers) // self.pp * microbatches * (3 if self.schedule in SPLIT_BACKWARD else 1)
-        return (self.pp - 1) / (work + self.pp - 1)
+        K, M = self.pp, microbatches
+        v = len(self.layers) // K
+        if self.schedule in SPLIT_BACKWARD:
+            return (K - 1) / (3 * v * M + K - 1)
+        span = M + K - 1 + (v - 1) * max(M, K)
+        return (span - v * M) / span
 
 
 def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig) -> PipelinePlan | None:
