@@ -82,6 +82,7 @@ class PendingStep:
     state: TrainState
     lr: float
     scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite
+    measured: Callable[[], dict[str, float]]  # reads what the form of parallelism adds to a row
 
 
 class Trainer:
@@ -290,7 +291,7 @@ class Trainer:
         self.state.samples += config.training.global_batch_size
         self.state.tokens += self.tokens_per_step
         scalars = DeferredScalars([loss, stats.norm, found_inf])
-        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars)
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, self.model.metrics())
 
     @property
     def tokens_per_step(self) -> int:
@@ -400,7 +401,7 @@ class Trainer:
             "samples": done.state.samples,
             "tokens": done.state.tokens,
             **self.throughput.row(),
-            **self.model.metrics(),
+            **done.measured(),
             **extra,
         }
         assert self.metrics is not None

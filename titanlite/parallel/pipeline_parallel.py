@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def forward_ticks(plan: PipelinePlan, microbatches: int) -> Iterator[list[tuple[
 
 
 class Clock:
-    """Adds up how long something runs: host seconds on a CPU, CUDA events on a GPU, which are read when asked for."""
+    """Adds up how long something runs: host seconds on a CPU, CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -113,15 +114,17 @@ class Clock:
         end.record()
         self._events.append((begin, end))
 
-    def reset(self) -> None:
-        self._seconds = 0.0
-        self._events.clear()
+    def take(self) -> Callable[[], float]:
+        """The seconds since the last take, to be read later: on a GPU the host then waits for the work."""
+        seconds, events = self._seconds, self._events
+        self._seconds, self._events = 0.0, []
 
-    def seconds(self) -> float:
-        """Since the last reset. On a GPU the host waits for the work."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        def read() -> float:
+            if events:
+                events[-1][1].synchronize()
+            return seconds + sum(begin.elapsed_time(end) for begin, end in events) / 1000
+
+        return read
 
 
 class Stage(PipelineStage):
@@ -232,6 +235,7 @@ class Pipeline:
         self._device = device
         self._hidden = hidden
         self._computing, self._step = Clock(device), Clock(device)
+        self._measured: Callable[[], dict[str, float]] = dict
         self._schedule: Any = None
         self._shape: tuple[int, ...] = ()
         self._stages: list[Stage] = []
@@ -264,8 +268,6 @@ class Pipeline:
         Returns the sum of the token cross-entropies, float64 scalar, the same on all ranks of the pp axis.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._computing.reset()
-        self._step.reset()
         with self._step.running():
             self._renew_second_copies()
             for index, inputs in enumerate(runs):
@@ -274,6 +276,7 @@ class Pipeline:
                     total += torch.stack(losses).sum(dtype=torch.float64)
             self._sum_tied_gradients()
             dist.all_reduce(total, group=self.group)
+        self._measured = partial(self._bubble, self._computing.take(), self._step.take())
         return total
 
     def _run(self, inputs: Inputs, last: bool) -> list[Tensor]:
@@ -376,11 +379,15 @@ class Pipeline:
 
     # ---- metrics
 
-    def bubble(self) -> dict[str, float]:
-        """Of the last step: the share of its forward and backward in which a rank's stages do not compute, on average
-        and on the worst rank, what the schedule promises, and (K - 1) / (M + K - 1). Collective over the pp axis."""
-        step = self._step.seconds()
-        idle = 1.0 - self._computing.seconds() / step if step else 0.0
+    def bubble(self) -> Callable[[], dict[str, float]]:
+        """Reads, also when another step runs by then, of the step just launched: the share of its forward and backward
+        in which a rank's stages do not compute, on average and on the worst rank, what the schedule promises, and
+        (K - 1) / (M + K - 1) for K ranks. Reading is collective over the pp axis."""
+        return self._measured
+
+    def _bubble(self, computing: Callable[[], float], whole: Callable[[], float]) -> dict[str, float]:
+        step = whole()
+        idle = 1.0 - computing() / step if step else 0.0
         shares: list[Any] = [None] * self.plan.pp
         dist.all_gather_object(shares, idle, group=self.group)
         m, k = self._microbatches, self.plan.pp
