@@ -82,7 +82,8 @@ class PendingStep:
     state: TrainState
     lr: float
     scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite, others
-    others: tuple[str, ...] = ()  # names of the other scalars, as a row has them
+    others: tuple[str, ...]  # names of the other scalars, as a row has them
+    measured: Callable[[], dict[str, float]]  # reads what the form of parallelism adds to a row
 
 
 class Trainer:
@@ -288,7 +289,8 @@ class Trainer:
         self.state.samples += config.training.global_batch_size
         self.state.tokens += self.tokens_per_step
         scalars = DeferredScalars([loss, stats.norm, found_inf, *others.values()])
-        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others))
+        measured = self.model.metrics()
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others), measured)
 
     @property
     def tokens_per_step(self) -> int:
@@ -400,7 +402,7 @@ class Trainer:
             "tokens": done.state.tokens,
             **dict(zip(done.others, others, strict=True)),
             **self.throughput.row(),
-            **self.model.metrics(),
+            **done.measured(),
             **(self.checkpoints.metrics() if self.checkpoints else {}),
             **extra,
         }

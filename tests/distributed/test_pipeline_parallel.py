@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -107,7 +109,7 @@ def test_a_module_runs_once_for_each_microbatch(schedule: str) -> None:
 # ---- the loss, and validation between steps
 
 
-def _validated(sections: Sections) -> list[Any]:
+def validated(sections: Sections) -> list[Any]:
     """Validation before the first step, between a step and the next and after it; the step's losses."""
     config, ranks, model, optimizer = build(sections)
     batch = global_batch(config, 100)
@@ -124,12 +126,84 @@ def _validated(sections: Sections) -> list[Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_validation_changes_nothing_and_is_right(schedule: str) -> None:
     """Of 12 rows, 7 and 1 with 6 microbatches: shapes that are not those of training."""
-    reference = run_distributed(_validated, 1, DEEP)[0]
-    first, *others = run_distributed(_validated, 4, pipeline(schedule, dp_shard=2, zero_stage="auto"))
+    reference = run_distributed(validated, 1, DEEP)[0]
+    first, *others = run_distributed(validated, 4, pipeline(schedule, dp_shard=2, zero_stage="auto"))
     assert all(other == first for other in others), "ranks disagree"
     assert first == pytest.approx(reference, rel=1e-6)
     plain = run_training(pipeline(schedule, dp_shard=2), 4, steps=2)["losses"]
     assert [first[3], first[8]] == plain, "training is another after validation"
+
+
+Call = Counter[tuple[str, int]]  # "send" to or "recv" from a rank, those of one call
+
+
+def _calls_of_validation(sections: Sections) -> list[Call]:
+    """This rank's sends and receives of one validation batch, in the order of the calls that ask for them."""
+    config, _, model, _ = build(sections)
+    calls: list[Call] = []
+    inside = False  # recv calls irecv, and a batch both
+    c10d: Any = dist.distributed_c10d
+
+    def recorded(name: str, asked: Callable[..., Call]) -> Any:
+        original = getattr(c10d, name)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            nonlocal inside
+            outermost, inside = not inside, True
+            if outermost:
+                calls.append(asked(*args, **keywords))
+            try:
+                return original(*args, **keywords)
+            finally:
+                inside = not outermost
+
+        call.__name__ = name
+        return call
+
+    def one(what: str, peer_name: str) -> Callable[..., Call]:
+        return lambda *args, **keywords: Counter([(what, keywords[peer_name])])
+
+    def several(ops: list[Any]) -> Call:
+        return Counter((op.op.__name__.lstrip("i"), op.peer) for op in ops)
+
+    kinds = {"send": one("send", "dst"), "isend": one("send", "dst"), "recv": one("recv", "src")}
+    for name, asked in {**kinds, "irecv": one("recv", "src"), "batch_isend_irecv": several}.items():
+        wrapper = recorded(name, asked)
+        setattr(c10d, name, wrapper)
+        setattr(dist, name, wrapper)
+    model.evaluate({name: value[:7] for name, value in global_batch(config, 100).items()})
+    return calls
+
+
+def _stuck(ranks: list[list[Call]]) -> list[list[Call]]:
+    """What is left when each rank's calls are one queue, as under NCCL: a call ends when all that it asks for has
+    met its counterpart in the first call of the other rank's queue."""
+    queues = [[Counter(call) for call in calls] for calls in ranks]
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            for (what, peer), count in list(queue[0].items()) if queue else []:
+                counterpart = ("recv" if what == "send" else "send", rank)
+                met = min(count, queues[peer][0][counterpart]) if queues[peer] else 0
+                queue[0] -= Counter({(what, peer): met})
+                if met:
+                    queues[peer][0] -= Counter({counterpart: met})
+                    moved = True
+        for queue in queues:
+            while queue and not queue[0]:
+                queue.pop(0)
+    return [queue for queue in queues if queue]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp"), [("1F1B", 4), ("LoopedBFS", 2), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 2), ("DualPipeV", 4)]
+)
+def test_no_rank_waits_forever_where_sends_and_receives_share_a_queue(schedule: str, pp: int) -> None:
+    """Gloo has no such queue, so the order is recorded and played back."""
+    calls = run_distributed(_calls_of_validation, pp, pipeline(schedule, pp, pp_microbatches=0))
+    assert all(calls), "something was sent"
+    assert not _stuck(calls)
 
 
 # ---- tied tables
@@ -232,11 +306,15 @@ def _bubbles(sections: Sections, slow_rank: int | None) -> dict[str, float]:
     config, ranks, model, optimizer = build(sections)
     assert isinstance(model, PipelinedModel)
     train_step(model, optimizer, ranks, rank_batches(config, ranks, 1), config, 1)
+    naps = []
     if slow_rank is not None and ranks.rank == slow_rank:
-        for stage in stages(model):
-            stage.register_forward_pre_hook(lambda *args: time.sleep(0.05))
+        naps = [stage.register_forward_pre_hook(lambda *args: time.sleep(0.05)) for stage in stages(model)]
     train_step(model, optimizer, ranks, rank_batches(config, ranks, 2), config, 2)
-    return model.metrics()
+    measured = model.metrics()
+    for nap in naps:
+        nap.remove()
+    train_step(model, optimizer, ranks, rank_batches(config, ranks, 3), config, 3)  # another, before it is read
+    return measured()
 
 
 def test_the_measured_bubble_is_where_a_stage_waits() -> None:

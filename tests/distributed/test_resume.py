@@ -131,7 +131,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_bi
     text: Path, tmp_path: Path
 ) -> None:
     """What saves have cost is in the rows, too."""
-    layout, saving = LAYOUTS["fsdp 2"], {"checkpoint": {"interval": 2}}
+    layout, saving = LAYOUTS["fsdp 2"][0], {"checkpoint": {"interval": 2}}
     unbroken = train(layout, text, tmp_path / "a", 6, saving)
     expected = curve(tmp_path / "a")
     costs = [{key for key in row if key.startswith("checkpoint_")} for row in rows(tmp_path / "a")]

@@ -26,6 +26,7 @@ from titanlite.config.layout import (
     plan_batch,
     plan_pipeline,
     resolve_layout,
+    resolve_zero_stage,
     shards_are_found,
 )
 from titanlite.config.load import Loaded
@@ -566,14 +567,34 @@ def _mask_warnings(loaded: Loaded) -> list[str]:
     ]
 
 
+def _reduce_warnings(loaded: Loaded, layout: Layout) -> list[str]:
+    """Where a narrow dtype of reduction does nothing, or nothing good."""
+    key = "training.mixed_precision_reduce"
+    if layout.world_size == 1:
+        return [f"{key}: ignored, one process sums nothing over ranks."]
+    if layout.uses_ddp or layout.fsdp > 1:
+        return []
+    if layout.pp > 1 or resolve_zero_stage(loaded.config.parallelism, layout) == 1:
+        why = "a pipeline" if layout.pp > 1 else "zero_stage 1"
+        return [f"{key}: ignored, under {why} it is the dtype of sums over dp_shard x cp, which is 1, alone."]
+    if layout.dp_replicate == 1:
+        return [f"{key}: rounds gradients and sends nothing in it, as dp_replicate x dp_shard x cp is 1."]
+    return []
+
+
 def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
     config = loaded.config
     found = []
     if config.parallelism.zero_stage != "auto" and (layout.uses_ddp or layout.world_size == 1):
         why = "whole replicas (dp_replicate alone)" if layout.uses_ddp else "one process"
         found.append(f"parallelism.zero_stage = {config.parallelism.zero_stage}: ignored, {why} shards nothing.")
-    if config.training.mixed_precision_reduce != "float32" and layout.world_size == 1:
-        found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
+    elif config.parallelism.zero_stage != "auto" and layout.fsdp == 1:
+        found.append(
+            f"parallelism.zero_stage = {config.parallelism.zero_stage}: shards nothing while dp_shard x cp is 1; it "
+            "only says when weights in another dtype are freed and gradients are reduced."
+        )
+    if config.training.mixed_precision_reduce != "float32":
+        found += _reduce_warnings(loaded, layout)
     if layout.cp == 1 and config.parallelism.cp_method != "ring":
         found.append("parallelism.cp_method: ignored while parallelism.cp is 1.")
     pp_keys = ("pp_schedule", "pp_microbatches", "pp_layers_per_stage")
@@ -586,7 +607,8 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
     except InputError:
         return found
     if pipeline is not None and pipeline.schedule in ("GPipe", "LoopedBFS") and config.training.loss_chunk_tokens:
-        held = plan.microbatches * config.model.padded_vocab_size * config.model.dim * 4
+        rows = -(-config.model.padded_vocab_size // layout.tp)
+        held = plan.microbatches * rows * config.model.dim * 4
         if held >= 2**30:
             found.append(
                 f"parallelism.pp_schedule = {pipeline.schedule} keeps the output matrix's gradient of each of "

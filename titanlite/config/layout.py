@@ -174,7 +174,8 @@ class PipelinePlan:
         v = len(self.layers) // K
         if self.schedule in SPLIT_BACKWARD:
             return (K - 1) / (3 * v * M + K - 1)
-        return 1 - v * M / (M + K - 1 + (v - 1) * max(M, K))
+        span = M + K - 1 + (v - 1) * max(M, K)
+        return (span - v * M) / span
 
 
 def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig) -> PipelinePlan | None:

@@ -213,7 +213,11 @@ class TrainingConfig(Section):
         1.0, description="Gradient norm is clipped to this. 0: no clipping."
     )
     mixed_precision_param: Dtype = Field("bfloat16", description="Dtype of activations and of weights in matmuls.")
-    mixed_precision_reduce: Dtype = Field("float32", description="Dtype in which gradients are summed over ranks.")
+    mixed_precision_reduce: Dtype = Field(
+        "float32",
+        description="Dtype in which gradients are summed over ranks. Under a pipeline or zero_stage 1: over dp_shard x "
+        "cp; replicas are then summed in float32.",
+    )
     loss_chunk_tokens: NonNegative = Field(
         1024, description="Tokens whose logits exist at once. 0: all of them (plain path, kept as reference)."
     )

@@ -39,10 +39,11 @@ def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def zigzag_positions(rank: int, size: int, length: int) -> Tensor:
+def zigzag_positions(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
     """Where in the whole sequence each of a rank's `length` tokens is: int64 [length], ascending."""
     half = length // 2
-    return torch.cat([torch.arange(chunk * half, (chunk + 1) * half) for chunk in zigzag_chunks(rank, size)])
+    chunks = zigzag_chunks(rank, size)
+    return torch.cat([torch.arange(chunk * half, (chunk + 1) * half, device=device) for chunk in chunks])
 
 
 def shard_sequence(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -109,7 +110,7 @@ class AllGather:
     def mask(self, documents: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added to the scores of the local queries and all keys, 0 or -inf. See model.transformer."""
         length, device = positions.shape[-1], positions.device
-        places = [zigzag_positions(rank, self._size, length).to(device) for rank in range(self._size)]
+        places = [zigzag_positions(rank, self._size, length, device) for rank in range(self._size)]
         seen = (places[self._rank][:, None] >= torch.cat(places)).unsqueeze(0)  # [1, L, S]
         if documents is not None:
             everyone = gather_sequence(documents, group_named(self._name))

@@ -125,9 +125,10 @@ class ParallelModel:
         self.expert_loads = loads
         return self.balance.metrics(loads, sums)
 
-    def metrics(self) -> dict[str, float]:
-        """What this form of parallelism adds to a row of metrics; the host may wait for the device. Collective."""
-        return {}
+    def metrics(self) -> Callable[[], dict[str, float]]:
+        """What this form of parallelism adds to the row of the step just launched, to be read later, also when another
+        step runs. Reading it is collective, and the host may wait for the device."""
+        return dict
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's arguments, on the device."""
@@ -162,7 +163,7 @@ class PipelinedModel(ParallelModel):
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
         return gradients.finish(self._pipeline.counted, tokens, max_norm, self._pipeline.group)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Callable[[], dict[str, float]]:
         return self._pipeline.bubble()
 
 

@@ -318,6 +318,8 @@ def test_pipeline_warnings(make: Make) -> None:
     wide = ("--model.vocab_size=400000", "--tokenizer.path=a", "--data.sources=[{path='a'}]", "--model.dim=128")
     (warning,) = warnings(make(*PP, *wide, "--parallelism.pp_schedule=GPipe"), 2)
     assert "gradient of each of 12 microbatches: 2.3 GiB on the last stage" in warning
+    (warning,) = warnings(make(*PP, *wide, "--parallelism.pp_schedule=GPipe", "--parallelism.tp=2"), 4)
+    assert "gradient of each of 12 microbatches: 1.1 GiB on the last stage" in warning, "a rank's own rows"
     assert warnings(make(*PP, *wide), 2) == []
 
 
@@ -457,6 +459,8 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
 
 # --- warnings ---
 
+BF16_REDUCE = ("--training.mixed_precision_reduce=bfloat16", "--parallelism.dp_shard=1", "--parallelism.dp_replicate=2")
+
 
 @pytest.mark.parametrize(
     ("overrides", "world", "words"),
@@ -464,7 +468,15 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
         (["--parallelism.zero_stage=2"], 1, "zero_stage = 2: ignored, one process shards nothing"),
         (["--parallelism.zero_stage=2", "--parallelism.dp_replicate=2"], 2, "ignored, whole replicas"),
         (["--training.local_batch_size=5"], 1, "local_batch_size = 5: 4 is used"),
+        (["--parallelism.zero_stage=2", "--parallelism.tp=2"], 2, "zero_stage = 2: shards nothing while"),
+        (["--parallelism.zero_stage=1", "--parallelism.pp=2", "--parallelism.dp_replicate=2"], 4, "shards nothing"),
         (["--training.mixed_precision_reduce=bfloat16"], 1, "mixed_precision_reduce: ignored"),
+        ([*BF16_REDUCE, "--parallelism.pp=2"], 4, "mixed_precision_reduce: ignored, under a pipeline"),
+        (
+            ["--training.mixed_precision_reduce=bfloat16", "--parallelism.tp=2"],
+            2,
+            "mixed_precision_reduce: rounds gradients and sends nothing",
+        ),
         (["--training.steps=11"], 1, "training.steps = 11 goes past lr_scheduler.total_steps = 10"),
         (["--lr_scheduler.decay_ratio=0.9", "--lr_scheduler.warmup_steps=2"], 1, "asks for 9 steps of decay, but"),
         (["--lr_scheduler.decay_ratio=1e-9", "--lr_scheduler.warmup_steps=10"], 1, "asks for 1 steps of decay, but"),
@@ -511,6 +523,9 @@ def test_warning(make: Make, overrides: list[str], world: int, words: str) -> No
         (["--parallelism.zero_stage=auto"], 1),
         (["--training.local_batch_size=50"], 1),  # a maximum above the share is no surprise
         (["--training.mixed_precision_reduce=bfloat16"], 2),
+        (["--training.mixed_precision_reduce=bfloat16", "--parallelism.pp=2"], 4),
+        ([*BF16_REDUCE], 2),
+        ([*BF16_REDUCE, "--parallelism.tp=2"], 4),
         (["--lr_scheduler.warmup_steps=2"], 1),  # decay_ratio 1 means what warmup leaves
         (["--lr_scheduler.decay_ratio=0.8", "--lr_scheduler.warmup_steps=2"], 1),
         (["--lr_scheduler.decay_ratio=0", "--training.steps=11"], 1),  # the peak holds for ever
