@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness.training import merge
 from tests.parity.harness import DEEP, DEEP_LAYOUTS, LAYOUTS, MASKED, SECTIONED_LAYOUTS, TIED, Sections, run
+from tests.parity.moe_layouts import MOE_LAYOUTS
 from tests.parity.sabotage import FAULTS
 from titanlite.verify.record import Record, deviations
 
@@ -18,8 +19,8 @@ SECTIONS = {"": {}, "masked": MASKED, "tied": TIED, "deep": DEEP, "deep tied": m
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
     fault = FAULTS[name]
-    if fault.layout in SECTIONED_LAYOUTS:
-        layout, sections = SECTIONED_LAYOUTS[fault.layout]
+    if fault.layout in SECTIONED_LAYOUTS | MOE_LAYOUTS:
+        layout, sections = (SECTIONED_LAYOUTS | MOE_LAYOUTS)[fault.layout]
     else:
         layout = (DEEP_LAYOUTS if fault.kind.startswith("deep") else LAYOUTS)[fault.layout]
         sections = SECTIONS[fault.kind]
