@@ -1,11 +1,20 @@
-"""The exchange of rows between the ranks that hold a layer's experts, against one process that has them all."""
+"""The exchange of rows between the ranks that hold a layer's experts; checkpoints of divided experts.
+
+That a whole run is the same as in one process is tests/parity/test_moe_parity.py's.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
+from tests.distributed.test_resume import assert_same_curve, curve, rows, train
 from tests.harness.distributed import run_distributed
+from tests.parity.harness import ONE_PROCESS, make_text
+from tests.parity.moe_layouts import DEEPSEEK, MOE_LAYOUTS
 from titanlite.parallel.expert_parallel import from_experts, plan_exchange, to_experts
 
 DIM = 3
@@ -65,3 +74,44 @@ def test_rows_travel_to_their_experts_and_back(name: str, dtype: torch.dtype) ->
     counts = CASES[name]
     arrived = run_distributed(exchange_rows, len(counts), counts, dtype)
     assert sum(arrived) == sum(map(sum, counts)), "nothing is dropped, nothing is padded"
+
+
+# ---- checkpoints
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("experts") / "text")
+
+
+def test_a_resumed_run_is_bitwise_the_unbroken_one(text: Path, tmp_path: Path) -> None:
+    layout, sections = MOE_LAYOUTS["deepseek: ep 2 of cp 2 x fsdp 2"]
+    unbroken = train(layout, text, tmp_path / "unbroken", 5, sections)
+    for steps in (2, 5):
+        resumed = train(layout, text, tmp_path / "broken", steps, sections)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
+    assert resumed == unbroken
+
+
+def test_runs_go_on_under_other_layouts(text: Path, tmp_path: Path) -> None:
+    """One process and any ep: the same names and whole tensors, and the biases that choose experts."""
+    train(ONE_PROCESS, text, tmp_path / "one", 6, DEEPSEEK)
+    for name, steps in (
+        ("deepseek: ep 2 of tp 2", 2),
+        ("deepseek: pp 2 x ep 2, ZBVZeroBubble", 3),
+        ("", 4),
+        ("deepseek: ep 4", 6),
+    ):
+        layout = MOE_LAYOUTS[name][0] if name else ONE_PROCESS
+        train(layout, text, tmp_path / "many", steps, DEEPSEEK)
+    assert_same_curve(tmp_path / "many", tmp_path / "one")
+    mine, other = rows(tmp_path / "many"), rows(tmp_path / "one")
+    loads = ("expert_load_max", "expert_load_min", "expert_assignments")
+    assert all(a[key] == b[key] for a, b in zip(mine, other, strict=True) for key in loads), "no choice flipped"
+    names = [saved_names(tmp_path / run / "run/checkpoints/step-00000006") for run in ("many", "one")]
+    assert names[0] == names[1]
+    assert names[0].issuperset(f"model.layers.{n}.mlp.router.expert_bias" for n in (1, 2, 3))
+
+
+def saved_names(checkpoint: Path) -> set[str]:
+    return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)

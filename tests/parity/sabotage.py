@@ -22,13 +22,15 @@ from titanlite import trainer
 from titanlite.data import loader
 from titanlite.data.order import SampleOrder
 from titanlite.data.prepare import PreparedData
-from titanlite.model import attention, transformer
+from titanlite.model import attention, expert_balance, moe, transformer
 from titanlite.model.layers import Linear, RMSNorm
 from titanlite.optim import optimizer
 from titanlite.parallel import (
+    activation_checkpoint,
     collectives,
     context_parallel,
     data_parallel,
+    expert_parallel,
     gradients,
     mesh,
     parallelize,
@@ -728,3 +730,97 @@ def two_stages_have_each_others_layers() -> None:
         return right(replace(plan, layers=(first, third, second, last)), rank)
 
     _set(parallelize, "stage_parts", swapped)
+
+
+# ---- experts
+
+
+@fault("softmax: tp 2")
+def router_gradient_is_not_summed_over_tp() -> None:
+    right = tensor_parallel._split_moe
+
+    def unreduced(layer: Any, *args: Any) -> None:
+        right(layer, *args)
+        router = layer.router
+        router.forward = lambda x: router.route(x, router.weight.to_local(grad_placements=[Replicate()]))
+
+    _set(tensor_parallel, "_split_moe", unreduced)
+
+
+@fault("deepseek: ddp 3, full recomputation")
+def recomputed_tokens_count_again() -> None:
+    _set(activation_checkpoint, "uncounted", nullcontext)
+
+
+@fault("softmax: cp 2, accumulation 2")
+def balancing_loss_is_a_mean_over_microbatches() -> None:
+    right = moe.add_objective
+    _set(moe, "add_objective", lambda x, objective: right(x, objective / 2))
+
+
+@fault("softmax: ep 2")
+def expert_gradients_are_divided_by_ep() -> None:
+    right = expert_parallel._local
+
+    def divided(weight: Tensor) -> Tensor:
+        local = right(weight)
+        if local.requires_grad:
+            local.register_hook(lambda gradient: gradient / 2)
+        return local
+
+    _set(expert_parallel, "_local", divided)
+
+
+@fault("softmax: ep 2 of cp 2")
+def part_of_a_sequence_balances_itself() -> None:
+    _set(expert_parallel, "_sum", lambda counts, groups: counts)
+
+
+@fault("softmax: ep 2")
+def rows_come_back_in_another_order() -> None:
+    right = expert_parallel.from_experts
+    _set(expert_parallel, "from_experts", lambda rows, exchange: right(rows, exchange).roll(1, 0))
+
+
+@fault("softmax: ep 2")
+def rows_stay_sorted_by_rank() -> None:
+    right = expert_parallel.plan_exchange
+
+    def as_they_come(counts: Tensor, group: Any) -> Any:
+        exchange = right(counts, group)
+        return exchange._replace(place=torch.arange(len(exchange.place)))
+
+    _set(expert_parallel, "plan_exchange", as_they_come)
+
+
+@fault("deepseek: ep 4")
+def biases_follow_the_loads_of_the_own_rank() -> None:
+    right = expert_balance.ExpertBalance.take
+
+    def remembering(self: Any) -> tuple[Tensor, Tensor]:
+        loads, sums = right(self)
+        self.own_loads = loads.clone()
+        return loads, sums
+
+    update = expert_balance.ExpertBalance.update_biases
+    _set(expert_balance.ExpertBalance, "take", remembering)
+    _set(
+        expert_balance.ExpertBalance,
+        "update_biases",
+        lambda self, loads, found_inf: update(self, self.own_loads, found_inf),
+    )
+
+
+@fault("deepseek: ep 2 x replicas 2")
+def replicas_of_experts_are_not_reduced() -> None:
+    _set(mesh.Meshes, "expert_hsdp", property(lambda self: self.efsdp))
+
+
+@fault("softmax: ep 2")
+def router_chooses_among_its_own_ranks_experts() -> None:
+    right = expert_parallel.ExpertDispatcher.dispatch
+
+    def near(self: Any, x: Tensor, experts: Tensor) -> Any:
+        return right(self, x, experts % 4 + 4 * dist.get_rank())
+
+    _set(expert_parallel.ExpertDispatcher, "dispatch", near)

@@ -9,13 +9,14 @@ import pytest
 from tests.parity.conftest import OneProcess
 from tests.parity.harness import run
 from tests.parity.layouts import LAYOUTS
+from tests.parity.moe_layouts import MOE_LAYOUTS
 from tests.parity.sabotage import FAULTS
 from titanlite.verify.record import deviations
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str, text: Path, one_process: OneProcess) -> None:
-    layout, sections = LAYOUTS[FAULTS[name].layout]
+    layout, sections = (LAYOUTS | MOE_LAYOUTS)[FAULTS[name].layout]
     found = deviations(run(layout, text, sections=sections, fault=name), one_process(sections))
     print(name, found[:2])
     assert found, f"{name} went unnoticed"
