@@ -214,6 +214,7 @@ class Trainer:
         training, ranks = self.config.training, self.ranks
         pipeline = plan_pipeline(self.config.model, self.config.parallelism)
         plan = plan_batch(training, ranks.layout, pipeline)
+        self.local_batch_size = plan.local_batch_size  # in force: training.local_batch_size may be far above it
         self.loader = build_train_loader(
             self.prepared,
             self.data.order(self.config.data.epochs),
@@ -336,9 +337,7 @@ class Trainer:
         assert self.validation is not None
         with self.throughput.pause():
             sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)  # nats, targets, bytes
-            for batch in self.validation.batches(
-                self.ranks.data_rank, self.ranks.data_size, self.config.training.local_batch_size
-            ):
+            for batch in self.validation.batches(self.ranks.data_rank, self.ranks.data_size, self.local_batch_size):
                 part = self.model.shard(batch)
                 batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in part.items()}
                 labels = batch["labels"]
