@@ -191,6 +191,13 @@ def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Proble
         fix = "change NNODES, or the degrees in [parallelism]"
         problems.append(Problem(ENVIRONMENT, "NNODES", str(nodes.count), allowed, fix))
         return None
+    if world > MOST_PROCESSES * nodes.count:
+        allowed = (
+            f"at most {MOST_PROCESSES} on a machine, and there {'is' if nodes.count == 1 else 'are'} {nodes.count}"
+        )
+        fix = "set NNODES, or lower a degree in [parallelism]"
+        problems.append(Problem(loaded.origin("parallelism"), "parallelism", f"{world} processes", allowed, fix))
+        return None
     return world // nodes.count
 
 

@@ -118,6 +118,7 @@ def validated(sections: Sections) -> list[Any]:
         for rows in (12, 7, 1):
             part = {name: value[:rows] for name, value in batch.items()}
             found.append(model.evaluate(part).item())
+        model.release()  # evaluate has done it; as with any model, once more does no harm
         loss, stats, _ = train_step(model, optimizer, ranks, rank_batches(config, ranks, step), config, step)
         found += [loss, stats.norm.item()]
     return found

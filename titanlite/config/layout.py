@@ -13,6 +13,8 @@ from itertools import pairwise
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
 
+MOST_RANKS = 2**17  # checks go through all ranks' pieces of a dimension
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -80,6 +82,10 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     """The layout of these degrees in a world of so many ranks. Raises InputError when they do not fit it."""
     degrees = _fixed_degrees(parallelism)
     dp_shard = parallelism.dp_shard
+    if world_size > MOST_RANKS:
+        raise InputError(
+            Problem("", "parallelism", f"{world_size} processes", f"at most {MOST_RANKS}", "lower a degree")
+        )
     if dp_shard == 0:
         fix = "-1 takes what the other degrees leave of the world"
         raise InputError(Problem("", "parallelism.dp_shard", "0", "-1, or an integer > 0", fix))
@@ -289,7 +295,9 @@ def _schedule_run(training: TrainingConfig, pipeline: PipelinePlan, share: int) 
         fix = "change it, or remove it: microbatches are then single samples"
         raise InputError(Problem("", key, str(count), pipeline.limit, fix))
     if count and share % count:
-        fix = f"set it to {_or_nearest(divisors(share), count)}, or change training.global_batch_size"
+        possible = _or_nearest([n for n in divisors(share) if pipeline.accepts(n)], count)
+        fix = f"set it to {possible}, or change" if possible else "change it or"
+        fix += " training.global_batch_size"
         raise InputError(Problem("", key, str(count), f"a divisor of a rank's {share} samples of a step", fix))
     fitting = [n for n in divisors(share) if (n % count == 0 if count else pipeline.accepts(n))]
     if not fitting:

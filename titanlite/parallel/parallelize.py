@@ -150,6 +150,11 @@ class PipelinedModel(ParallelModel):
         self._pipeline = pipeline
         self.balance = stages[0].balance.with_layers_of(stage.balance for stage in stages)
         self.expert_loads, _ = self.balance.take()
+        self._stages = list(stages)
+
+    def release(self) -> None:
+        for stage in self._stages:
+            stage.release()
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """As without a pipeline. The loss is the same on all ranks of the pp axis, each of which has the batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -281,6 +282,16 @@ PP = ("--parallelism.pp=2", "--training.local_batch_size=12")
             "parallelism.pp_microbatches",
             "for Interleaved1F1B a number of microbatches that microbatches // pp (pp = 2) divides",
         ),
+        (
+            [
+                "--parallelism.pp_schedule=Interleaved1F1B",
+                "--parallelism.pp_microbatches=4",
+                "--model.n_layers=4",
+                "--training.global_batch_size=7",
+            ],
+            "parallelism.pp_microbatches",
+            "fix: set it to 1, or change training.global_batch_size",  # it refuses 7 microbatches
+        ),
         (["--parallelism.zero_stage=3"], "", ""),
         (["--parallelism.zero_stage=1", "--parallelism.pp_schedule=GPipe", "--compile.enable"], "", ""),
         (["--parallelism.pp_layers_per_stage=[1,1]"], "", ""),
@@ -346,6 +357,31 @@ def test_sizes_that_tp_and_fsdp_cannot_cut_together(make: Make) -> None:
     assert (
         "got 4099 (padded)" in str(problems[1]) and "set model.vocab_pad_multiple to a multiple of 2" in problems[1].fix
     )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"--parallelism.{name}=1{'0' * 18}" for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")),
+        *(f"--model.{name}=1{'0' * 18}" for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim")),
+        *(f"--model.{name}=1{'0' * 18}" for name in ("vocab_size", "ffn_dim", "vocab_pad_multiple")),
+        *(f"--training.{name}=1{'0' * 18}" for name in ("seq_len", "global_batch_size")),
+    ],
+)
+def test_a_number_that_nobody_means_is_refused_before_it_is_computed_with(
+    refused: Callable[..., list[Problem]], override: str
+) -> None:
+    (problem,) = refused(overrides=(override,))
+    assert "fix: give one within these bounds" in str(problem)
+
+
+def test_the_largest_numbers_are_checked_in_no_time(make: Make) -> None:
+    started = time.process_time()
+    most = 2**16 - 1
+    static_problems(make(f"--model.n_layers={most}", "--parallelism.pp=64", "--parallelism.pp_schedule=LoopedBFS"), 64)
+    static_problems(make("--parallelism.tp=256", "--parallelism.dp_shard=512"), None)
+    static_problems(make(f"--parallelism.tp={most}", f"--parallelism.dp_shard={most}"), None)
+    assert time.process_time() - started < 5
 
 
 def test_all_rules_report_at_once(make: Make) -> None:
