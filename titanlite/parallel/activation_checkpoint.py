@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from titanlite.config.schema import ActivationCheckpointConfig
 from titanlite.model.moe import uncounted
@@ -33,8 +33,8 @@ def _forward_and_forget(forward: Callable[..., Any], *args: Any) -> Any:
     Blocks draw no random numbers, so no generator state is kept.
     """
     # Compiled code takes no contexts, and needs none: experts, which count, are never recomputed inside of it.
-    contexts = noop_context_fn if torch.compiler.is_compiling() else _contexts
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    contexts: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
