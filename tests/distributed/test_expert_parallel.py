@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.test_resume import assert_same_curve, curve, rows, train
 from tests.harness.distributed import run_distributed
-from tests.parity.harness import ONE_PROCESS, make_text
+from tests.parity.harness import make_text
+from tests.parity.layouts import ONE_PROCESS
 from tests.parity.moe_layouts import DEEPSEEK, MOE_LAYOUTS
 from titanlite.parallel.expert_parallel import from_experts, plan_exchange, to_experts
 
