@@ -2,9 +2,10 @@
 
     python -m scripts.parity_table [--only WORD ...]
 
-Ten steps of the real trainer each, on CPU processes, in float32: layouts.py and moe_layouts.py in tests/parity say of
-what. Loss and norm are the largest relative differences of any step on any rank; gradients, of step 1, are measured by each parameter's
-largest. With --only, layouts whose names have all the words are run and printed, and nothing is written.
+Ten steps of the real trainer each, on CPU processes, in float32: layouts.py and moe_layouts.py of tests/parity say of
+what. Loss and norm are the largest relative differences of any step on any rank; gradients, of step 1, are measured by
+each parameter's largest. With --only, layouts whose names have all the words are run and printed, and nothing is
+written.
 """
 
 from __future__ import annotations

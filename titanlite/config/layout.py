@@ -7,6 +7,7 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from titanlite.config.problems import InputError, Problem
@@ -213,6 +214,7 @@ def _check_layers_per_stage(model: ModelConfig, schedule: str, pp: int, counts: 
         raise InputError(Problem("", key, got, allowed, "remove the key for a balanced split"))
 
 
+@cache
 def balanced_layers(model: ModelConfig, n_stages: int) -> tuple[int, ...]:
     """Layers of each stage, at least one, so that the most expensive stage costs as little as can be; then the second.
 

@@ -333,9 +333,11 @@ class MoE(nn.Module):
 
     def _balance(self, routing: Routing, samples: int) -> Tensor:
         """The routing's weights, with aux and z behind them; counts."""
-        experts = routing.experts.view(samples, -1)
-        n_experts = routing.scores.shape[1]
-        counts = experts.new_zeros(samples, n_experts).scatter_add_(1, experts, torch.ones_like(experts))
+        experts, n_experts = routing.experts, routing.scores.shape[1]
+        first = torch.arange(0, samples * n_experts, n_experts, device=experts.device)  # of each sequence's counts
+        cells = (experts.view(samples, -1) + first[:, None]).flatten()
+        counts = experts.new_zeros(samples * n_experts).scatter_add_(0, cells, torch.ones_like(cells))
+        counts = counts.view(samples, n_experts)
         aux = z = routing.scores.new_zeros(())
         if self.aux_loss_coeff > 0:
             whole = self.sum_over_sequence(counts)

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from titanlite.config.schema import ActivationCheckpointConfig
 from titanlite.model.moe import uncounted
@@ -31,7 +32,9 @@ def _forward_and_forget(forward: Callable[..., Any], *args: Any) -> Any:
     A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
     Blocks draw no random numbers, so no generator state is kept.
     """
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+    # Compiled code takes no contexts, and needs none: experts, which count, are never recomputed inside of it.
+    contexts = noop_context_fn if torch.compiler.is_compiling() else _contexts
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

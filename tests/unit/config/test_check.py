@@ -155,16 +155,48 @@ def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> Non
     assert problem.key not in [other.key for other in problems]
 
 
-MOE = ("--model.moe.n_experts=6", "--model.moe.top_k=2", "--model.moe.expert_dim=8")
+MOE = ("--model.moe.n_experts=8", "--model.moe.top_k=2", "--model.moe.expert_dim=16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["--model.moe.top_k=9"], "model.moe.top_k", "got 9; allowed: 1 to model.moe.n_experts = 8"),
+        (["--model.moe.top_k=0"], "model.moe.top_k", "fix: set it: Mixtral has 2 of 8"),
+        (["--model.moe.expert_dim=0"], "model.moe.expert_dim", "got 0; allowed: a multiple of 8"),
+        (["--model.moe.expert_dim=20"], "model.moe.expert_dim", "fix: set it to 16 or 24"),
+        (["--model.dim=60", "--model.head_dim=16"], "model.dim", "got 60; allowed: a multiple of 8 while"),
+        (["--model.moe.first_k_dense=2"], "model.moe.first_k_dense", "got 2; allowed: less than model.n_layers = 2"),
+    ],
+)
+def test_rules_of_experts(make: Make, overrides: list[str], key: str, words: str) -> None:
+    (problem,) = static_problems(make(*MOE, *overrides), 1)
+    assert problem.key == key and problem.where == "command line"
+    assert words in str(problem)
+
+
+def test_legal_experts(make: Make) -> None:
+    for overrides in (
+        [],
+        ["--model.moe.top_k=8"],
+        ["--model.moe.first_k_dense=1", "--model.moe.n_shared_experts=2"],
+        ["--model.moe.score_func=sigmoid", "--model.moe.bias_update_rate=1e-3", "--model.moe.aux_loss_coeff=1e-4"],
+        ["--model.moe.bias_update_rate=1e-3", "--model.moe.route_norm=false"],
+        ["--model.moe.n_experts=1", "--model.moe.top_k=1", "--model.moe.route_norm=false"],
+    ):
+        assert static_problems(make(*MOE, *overrides), 1) == [] and warnings(make(*MOE, *overrides), 1) == []
+
+
+SIX = ("--model.moe.n_experts=6", "--model.moe.top_k=2", "--model.moe.expert_dim=8")
 
 
 def test_expert_parallelism(make: Make) -> None:
     for ep in (1, 2, 3, 6):
-        assert static_problems(make(*MOE, f"--parallelism.ep={ep}"), 6) == []
-    (problem,) = static_problems(make(*MOE, "--parallelism.ep=4"), 4)
+        assert static_problems(make(*SIX, f"--parallelism.ep={ep}"), 6) == []
+    (problem,) = static_problems(make(*SIX, "--parallelism.ep=4"), 4)
     assert (problem.key, problem.where, problem.got) == ("parallelism.ep", "command line", "4")
     assert "a divisor of model.moe.n_experts = 6" in problem.allowed and "one of [1, 2, 3, 6]" in problem.fix
-    (problem,) = static_problems(make(*MOE, "--parallelism.ep=3"), 4)
+    (problem,) = static_problems(make(*SIX, "--parallelism.ep=3"), 4)
     assert problem.key == "parallelism.ep" and "a divisor of dp_shard x cp x tp = 4" in problem.allowed
     for degrees in (
         ("tp=2",),
@@ -173,13 +205,13 @@ def test_expert_parallelism(make: Make) -> None:
         ("pp=2", "ep=2", "pp_schedule=GPipe"),
         ("dp_replicate=2", "ep=2"),
     ):
-        assert static_problems(make(*MOE, *(f"--parallelism.{degree}" for degree in degrees)), 4) == []
+        assert static_problems(make(*SIX, *(f"--parallelism.{degree}" for degree in degrees)), 4) == []
 
 
 def test_sizes_of_a_model_with_experts_under_tensor_parallelism(make: Make) -> None:
     """The dense MLP counts where a layer has one; the shared expert is cut like one; routed experts are not cut."""
     heads = ("--model.n_heads=16", "--model.n_kv_heads=16", "--model.dim=256", "--parallelism.tp=16")
-    narrow = (*MOE, *heads, "--model.ffn_dim=15")
+    narrow = (*SIX, *heads, "--model.ffn_dim=15")
     assert static_problems(make(*narrow), 16) == []
     (problem,) = static_problems(make(*narrow, "--model.moe.first_k_dense=1"), 16)
     assert problem.key == "model.ffn_dim" and "got 15, which is cut into" in str(problem)
@@ -268,7 +300,7 @@ def test_recomputation_with_a_split_backward_and_shared_blocks_is_refused(make: 
     deep, tp = ("--model.n_layers=4", *PP), "--parallelism.tp=2"
     (problem,) = static_problems(make(*deep, zero_bubble, full, tp), 4)
     assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and tp" in problem.allowed
-    (problem,) = static_problems(make(*deep, *MOE, zero_bubble, full, "--parallelism.ep=2"), 4)
+    (problem,) = static_problems(make(*deep, *SIX, zero_bubble, full, "--parallelism.ep=2"), 4)
     assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and ep" in problem.allowed
     for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp)):
         assert static_problems(make(*deep, *overrides), 2 ** (1 + (tp in overrides))) == [], overrides
@@ -437,6 +469,22 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
             "lr_scheduler.min_lr_factor: ignored",
         ),
         (["--model.rope_scaling.low_freq_factor=2"], 1, "model.rope_scaling.low_freq_factor: ignored while"),
+        (["--model.moe.top_k=2"], 1, "model.moe.top_k: ignored while model.moe.n_experts is 0"),
+        (
+            [
+                "--model.moe.n_experts=2",
+                "--model.moe.top_k=2",
+                "--model.moe.expert_dim=8",
+                "--model.moe.aux_loss_coeff=1",
+            ],
+            1,
+            "model.moe.aux_loss_coeff: ignored, every token goes through all 2 experts",
+        ),
+        (
+            ["--model.moe.n_experts=2", "--model.moe.top_k=1", "--model.moe.expert_dim=8"],
+            1,
+            "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1",
+        ),
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
         (["--data.document_mask=true", "--training.seq_len=24"], 1, "which 16 does not divide"),

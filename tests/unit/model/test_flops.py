@@ -5,11 +5,13 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from tests.unit.model.helpers import batch, small_config, small_model
 from titanlite.config.layout import parameter_counts
+from titanlite.config.schema import MoEConfig
 from titanlite.model.flops import flops_per_token
 
 CASES: list[dict[str, Any]] = [
@@ -20,7 +22,19 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", CASES)
+MOE: list[dict[str, Any]] = [
+    {"moe": MoEConfig(n_experts=6, top_k=2, expert_dim=24, first_k_dense=1)},
+    {"moe": MoEConfig(n_experts=12, top_k=3, expert_dim=8, n_shared_experts=2), "tie_word_embeddings": True},
+]
+
+
+@register_flop_formula(torch.ops.aten._grouped_mm)
+def grouped_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """[R, K] by [E, K, N], each row by one of the matrices, or [N, R] by [R, K]: torch counts neither."""
+    return int(2 * left[0] * left[1] * right[-1])
+
+
+@pytest.mark.parametrize("changes", CASES + MOE)
 @pytest.mark.parametrize("chunk_tokens", [0, 16])
 def test_formula_is_the_count_of_the_matmuls_that_run(changes: dict[str, Any], chunk_tokens: int) -> None:
     config = small_config(vocab_pad_multiple=1, **changes)
