@@ -13,13 +13,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import full_tensors, largest_error, merge
-from tests.parity.harness import BASE, FULL_RECOMPUTATION, LAYOUTS, ONE_PROCESS, Layout, data_section, make_text
+from tests.harness.training import merge
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
 from titanlite.trainer import Trainer
+from titanlite.verify.record import full_tensors, largest_error
 
 Sections = Mapping[str, Mapping[str, Any]]
 STEPS = 6
@@ -39,6 +41,7 @@ MOE: Sections = {
     "model": {"dim": 32, "moe": EXPERTS},
     "validation": {"enable": True, "freq": 1, "samples": 7},
 }
+FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +125,12 @@ def test_biases_follow_the_loads(one_process: dict[str, Any]) -> None:
 
 
 WAYS = {
-    "accumulation 2": LAYOUTS["accumulation 2"],
-    "accumulation 4": LAYOUTS["accumulation 4"],
-    "full recomputation": Layout(1, merge(LAYOUTS["accumulation 2"].sections, FULL_RECOMPUTATION)),
-    "ddp 2": LAYOUTS["ddp 2"],
-    "fsdp 2, accumulation 2": LAYOUTS["fsdp 2, accumulation 2"],
-    "fsdp 3, full recomputation": Layout(3, merge(LAYOUTS["fsdp 3"].sections, FULL_RECOMPUTATION)),
+    "accumulation 2": LAYOUTS["accumulation 2"][0],
+    "accumulation 4": LAYOUTS["accumulation 4"][0],
+    "full recomputation": Layout(1, merge(LAYOUTS["accumulation 2"][0].sections, FULL_RECOMPUTATION)),
+    "ddp 2": LAYOUTS["ddp 2"][0],
+    "fsdp 2, accumulation 2": LAYOUTS["fsdp 2, accumulation 2"][0],
+    "fsdp 3, full recomputation": Layout(3, merge(LAYOUTS["fsdp 3"][0].sections, FULL_RECOMPUTATION)),
 }
 
 
@@ -148,7 +151,7 @@ def test_the_way_of_a_step_changes_nothing(way: str, one_process: dict[str, Any]
 
 @pytest.mark.parametrize("name", ["one process", "fsdp 2"])
 def test_a_resumed_run_is_the_unbroken_run(name: str, text: Path, tmp_path: Path) -> None:
-    layout = ONE_PROCESS if name == "one process" else LAYOUTS[name]
+    layout = ONE_PROCESS if name == "one process" else LAYOUTS[name][0]
     saving: Sections = {"checkpoint": {"enable": True}, "metrics": {"enable_tensorboard": True}}
     unbroken = train(layout, text, tmp_path / "unbroken", STEPS, saving)
     train(layout, text, tmp_path / "resumed", 3, saving)
