@@ -42,6 +42,7 @@ MOE: Sections = {
     "model": {"dim": 32, "moe": EXPERTS},
     "validation": {"enable": True, "freq": 1, "samples": 7},
 }
+FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
 
 
 @pytest.fixture(scope="module")

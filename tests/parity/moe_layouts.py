@@ -6,12 +6,12 @@ first dense layer). Balancing losses are far above what one would train with, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from tests.harness.training import merge
-from tests.parity.layouts import Layout, Sections
+from tests.parity import layouts
+from tests.parity.layouts import MASKED, Layout, Sections
 
 # Few choices of experts, so that in none of them two are equal within rounding.
 _BASE: Sections = {
@@ -36,22 +36,16 @@ DEEPSEEK = _model(
     route_scale=1.5,
     aux_loss_coeff=0.05,
 )
-MASKED: Sections = {"data": {"document_mask": True}}
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def _layout(samples: int = 12, *, recompute: bool = False, **parallelism: Any) -> Layout:
+def _layout(samples: int = 12, **how: Any) -> Layout:
     """samples: of a forward pass or schedule run, at most."""
-    degrees = {"dp_shard": 1} | parallelism
-    world_size = math.prod(degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
-    sections: dict[str, Any] = {"parallelism": degrees, "training": {"local_batch_size": samples}}
-    if recompute:
-        sections["activation_checkpoint"] = {"mode": "full"}
-    return Layout(world_size, sections)
+    return layouts._layout({"local_batch_size": samples}, **how)
 
 
-def _with(sections: Sections, layouts: Mapping[str, Layout]) -> dict[str, tuple[Layout, Sections]]:
-    return {name: (layout, sections) for name, layout in layouts.items()}
+def _with(sections: Sections, many: Mapping[str, Layout]) -> dict[str, tuple[Layout, Sections]]:
+    return {name: (layout, sections) for name, layout in many.items()}
 
 
 MOE_LAYOUTS: dict[str, tuple[Layout, Sections]] = {

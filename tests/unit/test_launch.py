@@ -1,7 +1,16 @@
 """What the launcher says before it starts anything."""
 
 from titanlite.config.load import load
-from titanlite.launch import large_for_a_cpu
+from titanlite.launch import large_for_a_cpu, process_count
+from titanlite.machine import Nodes
+
+
+def test_processes_on_a_cpu_are_as_many_as_the_degrees_need() -> None:
+    one = Nodes()
+    for degrees, count in (([], 2), (["pp=2", "ep=2"], 4), (["tp=3"], 3), (["tp=4", "pp=4"], 8), (["dp_shard=3"], 3)):
+        loaded = load("llama_debug_moe", [f"--parallelism.{degree}" for degree in degrees])
+        assert process_count(loaded, one, 0, []) == count
+    assert process_count(load("llama_debug_moe", ["--parallelism.pp=2"]), one, 3, []) == 3
 
 
 def test_a_large_model_on_a_cpu_is_warned_about() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import gcd
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
@@ -76,6 +77,12 @@ def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
     if parallelism.dp_shard == -1:
         return None
     return _fixed_degrees(parallelism) * parallelism.dp_shard
+
+
+def fewest_processes(parallelism: ParallelismConfig) -> int:
+    """The smallest world that dp_shard = -1 fits: the other degrees, and ep ranks to share the experts."""
+    sharing = parallelism.cp * parallelism.tp
+    return _fixed_degrees(parallelism) * (parallelism.ep // gcd(parallelism.ep, sharing))
 
 
 def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:

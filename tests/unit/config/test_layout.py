@@ -15,6 +15,7 @@ from titanlite.config.layout import (
     PipelinePlan,
     balanced_layers,
     divisors,
+    fewest_processes,
     fixed_world_size,
     parameter_counts,
     plan_batch,
@@ -97,6 +98,16 @@ def test_dp_shard_takes_what_is_left() -> None:
     assert _layout(1).dp_shard == 1
     assert fixed_world_size(ParallelismConfig(dp_replicate=2, tp=3)) is None
     assert fixed_world_size(ParallelismConfig(dp_replicate=2, dp_shard=4, tp=3, pp=5, cp=7, ep=2)) == 840
+
+
+def test_fewest_processes_is_the_smallest_world_that_fits() -> None:
+    choices = itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3, 4, 6, 8))
+    for degrees in (dict(zip(("dp_replicate", "tp", "pp", "cp", "ep"), choice, strict=True)) for choice in choices):
+        fewest = fewest_processes(ParallelismConfig(**degrees))
+        assert _layout(fewest, **degrees).world_size == fewest
+        for fewer in range(1, fewest):
+            with pytest.raises(InputError):
+                _layout(fewer, **degrees)
 
 
 @pytest.mark.parametrize(
