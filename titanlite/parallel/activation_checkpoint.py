@@ -64,7 +64,9 @@ def _forget(forward: Callable[..., Any], *args: Any) -> Any:
 
 
 def _forget_selectively(forward: Callable[..., Any], tensor_parallel: bool, *args: Any) -> Any:
-    contexts = partial(_keep_attention, tensor_parallel)  # made here: torch.compile takes none that comes as an argument
+    contexts = partial(
+        _keep_attention, tensor_parallel
+    )  # made here: torch.compile takes none that comes as an argument
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
