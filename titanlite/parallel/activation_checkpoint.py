@@ -12,7 +12,7 @@ selective  "op": a block also keeps what its attention made: the products q, k a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ PRODUCT = aten.mm.default
 
 
 def apply_activation_checkpoint(
-    blocks: Mapping[str, nn.Module], config: ActivationCheckpointConfig, tensor_parallel: bool = False
+    blocks: nn.ModuleDict, config: ActivationCheckpointConfig, tensor_parallel: bool = False
 ) -> None:
     """Make blocks recompute themselves in backward, as config says. Apply before compile and FSDP.
 
@@ -55,8 +55,8 @@ def apply_activation_checkpoint(
                 block.forward = partial(_forget_selectively, block.forward, tensor_parallel)
 
 
-# Functions of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls. Blocks
-# draw no random numbers, so no generator state is kept.
+# Functions of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
+# Blocks draw no random numbers, so no generator state is kept.
 
 
 def _forget(forward: Callable[..., Any], *args: Any) -> Any:
