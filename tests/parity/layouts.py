@@ -265,3 +265,49 @@ _add_again(
     "pp 2, accumulation 3",
     "pp 2, full recomputation",
 )
+
+# ---- the same with other recomputation
+
+
+def _add_recomputing(kind: str, keys: Mapping[str, Any], *names: str) -> None:
+    """Layouts that are there already, of the same models, with these keys of activation_checkpoint."""
+    for name in names:
+        layout, sections = LAYOUTS[name]
+        recomputing = Layout(layout.world_size, merge(layout.sections, {"activation_checkpoint": keys}))
+        _add(sections, {f"{name}, {kind}": recomputing})
+
+
+_add_recomputing(
+    "selective recomputation",
+    {"mode": "selective"},
+    "accumulation 2",
+    "ddp 2, accumulation 4",
+    "fsdp 2, accumulation 2",  # zero 3
+    "fsdp 2, zero 2, accumulation 4",
+    "fsdp 2, zero 1, accumulation 4",
+    "hsdp 2x2",
+    "hsdp 2x2, masked",
+    "cp 2, accumulation 2",
+    "cp 2 gathered x fsdp 2, masked",
+    "pp 3, tied",
+    "pp 2 x fsdp 2, zero 3, accumulation 2",
+    "pp 2, Interleaved1F1B",
+    "pp 2 x fsdp 2, LoopedBFS, zero 3, four stages a rank",
+    "tp 2, accumulation 4",
+    "tp 2, masked",
+    "tp 2 x fsdp 2, zero 1, accumulation 2",
+    "tp 4 over 2 kv heads x fsdp 2",
+    "tp 2 x cp 2",
+    "tp 2 x cp 2 gathered, masked",
+    "pp 2 x tp 2",
+    "pp 2 x tp 2 x cp 2",
+    "pp 2 x tp 2 x fsdp 2, tied",
+)
+_add_recomputing(
+    "every second block recomputed",
+    {"mode": "selective", "selective_ac_option": "2"},
+    "fsdp 3",
+    "pp 2, accumulation 3",
+    "pp 2, InterleavedZeroBubble",
+    "tp 2 x cp 2",
+)

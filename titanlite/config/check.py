@@ -115,12 +115,36 @@ def _schedule_limits(loaded: Loaded) -> list[Problem]:
         fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
         problems.append(_problem(loaded, "compile.enable", allowed, fix))
     sharers = [name for name in ("tp", "cp", "ep") if getattr(parallelism, name) > 1]
-    if loaded.config.activation_checkpoint.mode == "full" and sharers:
+    recomputation = loaded.config.activation_checkpoint
+    fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+    if recomputation.mode != "none" and sharers:
         allowed = f'"none" with {schedule} and {" and ".join(sharers)}: in the second part of backward each rank '
         allowed += "recomputes in an order of its own, and the ranks would wait for each other forever"
-        fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+        problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
+    elif recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
+        allowed = f'"none", "full", or a number as selective_ac_option, with {schedule}: its backward in two parts '
+        allowed += "recomputes a block twice, and what is kept can be used once"
         problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
     return problems
+
+
+def _recomputation(loaded: Loaded) -> list[Problem]:
+    config, option = loaded.config, loaded.config.activation_checkpoint.selective_ac_option
+    key = "activation_checkpoint.selective_ac_option"
+    number = int(option[:20]) if option.isascii() and option.isdigit() else 0
+    if option != "op" and not 1 <= number <= config.model.n_layers:
+        allowed = f'"op", or a number from "1" to "{config.model.n_layers}" (model.n_layers)'
+        return [_problem(loaded, key, allowed, '"2" recomputes every second block')] if option else []
+    if config.activation_checkpoint.mode != "selective" or option != "op":
+        return []
+    inside = "tp" if config.parallelism.tp > 1 else "experts" if config.model.moe.n_experts else ""
+    if config.compile.enable and inside:
+        allowed = f'"none", "full", or a number as selective_ac_option, with compile and {inside}: compiled code there '
+        allowed += "hides the operators to choose from"
+        return [
+            _problem(loaded, "activation_checkpoint.mode", allowed, 'set selective_ac_option to "2", or mode to "full"')
+        ]
+    return []
 
 
 def _empty_texts(loaded: Loaded) -> list[Problem]:
@@ -320,6 +344,7 @@ RULES: tuple[Rule, ...] = (
     _tensor_parallel,
     _stages,
     _schedule_limits,
+    _recomputation,
     _empty_texts,
     _heads,
     _rope_scaling,
@@ -447,6 +472,9 @@ def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
     found += _expert_warnings(loaded)
+    option = "activation_checkpoint.selective_ac_option"
+    if config.activation_checkpoint.mode != "selective" and option in _chosen(loaded, "activation_checkpoint"):
+        found.append(f'{option}: ignored while activation_checkpoint.mode is not "selective".')
     world = world_size if world_size is not None else fixed_world_size(config.parallelism)
     try:
         layout = resolve_layout(config.parallelism, world) if world else None

@@ -27,6 +27,7 @@ from titanlite.parallel.context_parallel import RING_ATTENTION
 from titanlite.parallel.tensor_parallel import SCATTER_SEQUENCE
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of forward, of its recomputation
+Keep = Callable[[], Contexts]
 
 aten = torch.ops.aten
 ATTENTION = {
@@ -51,47 +52,28 @@ def apply_activation_checkpoint(
     for number, block in blocks.items():
         match config.of_layer(int(number)):
             case "full":
-                block.forward = partial(_forget, block.forward)
+                block.forward = partial(_forget, block.forward, keep_nothing)
             case "op":
-                block.forward = partial(_forget_selectively, block.forward, tensor_parallel)
+                block.forward = partial(_forget, block.forward, keep_summed if tensor_parallel else keep_attention)
 
 
-# Functions of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
-# Blocks draw no random numbers, so no generator state is kept.
+def _forget(forward: Callable[..., Any], keep: Keep, *args: Any) -> Any:
+    """A block's forward, of whose activations that is kept which `keep` says.
+
+    A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
+    Blocks draw no random numbers, so no generator state is kept.
+    """
+    if keep is keep_nothing and torch.compiler.is_compiling():  # which knows selective contexts only
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=partial(_contexts, keep)
+    )
 
 
-def _forget(forward: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_nothing)
-
-
-def _forget_selectively(forward: Callable[..., Any], tensor_parallel: bool, *args: Any) -> Any:
-    contexts = partial(_keep_attention, tensor_parallel)  # made here: torch.compile takes none from outside
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-
-# Contexts of a block's forward pass and of its recomputation. What experts count, they have counted in the first.
-
-
-def _keep_nothing() -> Contexts:
-    return nullcontext(), uncounted()
-
-
-def _keep_attention(tensor_parallel: bool) -> Contexts:
-    """Operators come in the same order in both."""
-    made: Counter[Any] = Counter()
-
-    def policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
-        made[operator, context.is_recompute] += 1
-        number = made[operator, context.is_recompute]
-        if operator == PRODUCT:
-            # wq, wk, wv, wo, and then the MLP's. A tensor parallel rank's product with wo is its summand of the whole
-            # sequence: the sum, of which it has its own part, is kept instead.
-            kept = number <= (3 if tensor_parallel else 4)
-        else:
-            kept = operator in ATTENTION or (operator == SCATTER_SEQUENCE and number == 1)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    forward, recomputation = create_selective_checkpoint_contexts(policy)
+def _contexts(keep: Keep) -> Contexts:
+    """Of a forward pass and of its recomputation, in all modes (compiled blocks that keep nothing apart, which have no
+    experts). What experts count, they have counted in the first."""
+    forward, recomputation = keep()
     return forward, _uncounted_too(recomputation)
 
 
@@ -99,3 +81,31 @@ def _keep_attention(tensor_parallel: bool) -> Contexts:
 def _uncounted_too(recomputation: AbstractContextManager[Any]) -> Iterator[None]:
     with uncounted(), recomputation:
         yield
+
+
+def keep_nothing() -> Contexts:
+    return nullcontext(), nullcontext()
+
+
+def keep_attention() -> Contexts:
+    return _keep(products=4)  # wq, wk, wv and wo come before the MLP's
+
+
+def keep_summed() -> Contexts:
+    """A tensor parallel rank's product with wo is its summand of the whole sequence: the sum, of which it has its own
+    part, is kept instead."""
+    return _keep(products=3)
+
+
+def _keep(products: int) -> Contexts:
+    """Attention, so many of a block's products, and the first sum over tp. Operators come in a fixed order."""
+    made: Counter[Any] = Counter()
+    first = {PRODUCT: products, SCATTER_SEQUENCE: 1}
+
+    def policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+        made[operator, context.is_recompute] += 1
+        kept = operator in ATTENTION or made[operator, context.is_recompute] <= first.get(operator, 0)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    return forward, recomputation
