@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import merge
-from tests.parity.harness import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, SECTIONED_LAYOUTS, Layout, data_section, make_text
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
@@ -74,31 +75,32 @@ def event_steps(folder: Path, tag: str = "train/loss") -> list[int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["fsdp 2", "ddp 2", "ddp 3", "ddp 4", "hsdp 2x2, zero 2, accumulation 2", "cp 4", "cp 2 gathered x fsdp 2", "pp 3"],
+    [
+        "fsdp 2",
+        "ddp 2",
+        "ddp 3",
+        "ddp 4",
+        "hsdp 2x2, zero 2, accumulation 2",
+        "cp 4",
+        "cp 2 gathered x fsdp 2",
+        "pp 3",
+        "tp 2 x fsdp 2",
+    ],
 )
 def test_two_resumes_in_a_row_are_bitwise(name: str, text: Path, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
-    unbroken = train(layout, text, tmp_path / "unbroken", STEPS)
+    layout, sections = LAYOUTS[name]
+    unbroken = train(layout, text, tmp_path / "unbroken", STEPS, sections)
     for steps in (2, 5, STEPS):
-        resumed = train(layout, text, tmp_path / "broken", steps)
+        resumed = train(layout, text, tmp_path / "broken", steps, sections)
     assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
     assert resumed == unbroken
     assert [row["step"] for row in rows(tmp_path / "broken")] == list(range(1, STEPS + 1))
     assert event_steps(tmp_path / "broken") == list(range(1, STEPS + 1))
 
 
-def test_two_resumes_in_a_row_are_bitwise_under_tensor_parallelism(text: Path, tmp_path: Path) -> None:
-    layout, sections = SECTIONED_LAYOUTS["tp 2 x fsdp 2"]
-    unbroken = train(layout, text, tmp_path / "unbroken", 6, sections)
-    for steps in (2, 4, 6):
-        resumed = train(layout, text, tmp_path / "broken", steps, sections)
-    assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
-    assert resumed == unbroken
-
-
 @pytest.mark.parametrize("name", ["fsdp 2", "ddp 3"])
 def test_resume_at_the_end_of_an_epoch_and_again_is_bitwise(name: str, text: Path, tmp_path: Path) -> None:
-    layout, data = LAYOUTS[name], {"training": {"global_batch_size": 12, "local_batch_size": 12}}
+    layout, data = LAYOUTS[name][0], {"training": {"global_batch_size": 12, "local_batch_size": 12}}
     steps = 16
     unbroken = train(layout, text, tmp_path / "unbroken", steps, data)
     train(layout, text, tmp_path / "broken", steps, merge(data, {"data": {"epochs": 1}}))
@@ -113,7 +115,7 @@ def test_resume_at_the_end_of_an_epoch_and_again_is_bitwise(name: str, text: Pat
 
 def test_a_run_that_lost_its_last_steps_repeats_them_bitwise(text: Path, tmp_path: Path) -> None:
     """As after a SIGKILL: metrics go further than the checkpoint."""
-    layout = LAYOUTS["fsdp 2"]
+    layout, _ = LAYOUTS["fsdp 2"]
     train(layout, text, tmp_path / "a", 4)
     train(layout, text, tmp_path / "a", STEPS)
     expected = curve(tmp_path / "a")
@@ -136,7 +138,7 @@ def test_a_finished_run_is_a_no_op(text: Path, tmp_path: Path) -> None:
 def test_another_layout_goes_on_within_the_promise(text: Path, tmp_path: Path) -> None:
     train(ONE_PROCESS, text, tmp_path / "one", STEPS)
     for name, steps in (("fsdp 2", 3), ("ddp 3", 6), ("accumulation 4", STEPS)):
-        train(LAYOUTS[name], text, tmp_path / "many", steps)
+        train(LAYOUTS[name][0], text, tmp_path / "many", steps)
     assert_same_curve(tmp_path / "many", tmp_path / "one")
 
 
@@ -150,7 +152,7 @@ def assert_same_curve(mine: Path, other: Path) -> None:
 def test_tensor_parallelism_goes_on_from_other_layouts_and_they_from_it(text: Path, tmp_path: Path) -> None:
     """The vocabulary is uneven over tp 2 and 4."""
     train(ONE_PROCESS, text, tmp_path / "one", STEPS, HEADS_8)
-    layouts = [SECTIONED_LAYOUTS["tp 2 x fsdp 2"][0], ONE_PROCESS, SECTIONED_LAYOUTS["tp 4"][0], LAYOUTS["fsdp 3"]]
+    layouts = [LAYOUTS["tp 2 x fsdp 2"][0], ONE_PROCESS, LAYOUTS["tp 4"][0], LAYOUTS["fsdp 3"][0]]
     for layout, steps in zip(layouts, (3, 5, 7, STEPS), strict=True):
         train(layout, text, tmp_path / "many", steps, HEADS_8)
     assert_same_curve(tmp_path / "many", tmp_path / "one")
@@ -160,7 +162,7 @@ def test_context_parallel_runs_go_on_in_one_process_and_back(text: Path, tmp_pat
     """Also with gathered keys. Curves include the samples consumed."""
     train(ONE_PROCESS, text, tmp_path / "one", STEPS)
     for name, steps in (("cp 2 x fsdp 2", 3), ("one", 5), ("cp 2", 7), ("cp 4 gathered", STEPS)):
-        train(LAYOUTS.get(name, ONE_PROCESS), text, tmp_path / "many", steps)
+        train(LAYOUTS[name][0] if name in LAYOUTS else ONE_PROCESS, text, tmp_path / "many", steps)
     for mine, other in zip(curve(tmp_path / "many"), curve(tmp_path / "one"), strict=True):
         assert mine[0] == other[0] and mine[3:] == other[3:]
         assert mine[1] == pytest.approx(other[1], rel=1e-6)

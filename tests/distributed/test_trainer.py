@@ -13,7 +13,8 @@ import torch
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import merge
-from tests.parity.harness import BASE, ONE_PROCESS, data_section, make_text
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE, ONE_PROCESS
 from titanlite.config.schema import Config
 from titanlite.data.documents import document_numbers
 from titanlite.data.loader import Batch

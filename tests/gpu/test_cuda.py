@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.harness.distributed import run_spawned
 from tests.harness.training import merge
-from tests.parity.harness import BASE, MASKED, ONE_PROCESS, STEPS, Sections, _record, data_section, make_text, run
+from tests.parity.harness import _record, data_section, make_text, run
+from tests.parity.layouts import BASE, MASKED, ONE_PROCESS, STEPS, Sections
 from tests.unit.model.helpers import difference
 from tests.unit.model.test_document_mask import attended, heads, numbers
 from titanlite.config.schema import RunConfig

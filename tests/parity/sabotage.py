@@ -42,15 +42,14 @@ from titanlite.parallel import (
 class Fault:
     layout: str
     plant: Callable[[], None]
-    kind: str = ""  # of the run it is planted in: "", "masked", "tied", "deep" or "deep tied"
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(layout: str, kind: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
+def fault(layout: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(plant: Callable[[], None]) -> Callable[[], None]:
-        FAULTS[plant.__name__] = Fault(layout, plant, kind)
+        FAULTS[plant.__name__] = Fault(layout, plant)
         return plant
 
     return add
@@ -210,7 +209,7 @@ def validation_counts_its_padding() -> None:
     _set(loader.ValidationData, "batches", unpadded)
 
 
-@fault("ddp 2, accumulation 4", kind="masked")
+@fault("ddp 2, accumulation 4, masked")
 def one_rank_has_no_documents() -> None:
     right = parallelize.ParallelModel._inputs
 
@@ -223,7 +222,7 @@ def one_rank_has_no_documents() -> None:
     _set(parallelize.ParallelModel, "_inputs", forgetful)
 
 
-@fault("fsdp 2", kind="masked")
+@fault("fsdp 2, accumulation 2, full recomputation, masked")
 def validation_has_no_documents() -> None:
     right = loader.ValidationData.batches
 
@@ -320,7 +319,7 @@ def recomputation_sees_other_rotary_angles() -> None:
     _set(attention, "apply_rope", drifting)
 
 
-@fault("fsdp 2", kind="masked")
+@fault("fsdp 2, accumulation 2, full recomputation, masked")
 def documents_start_one_token_late() -> None:
     right = transformer.document_mask
 
@@ -330,7 +329,7 @@ def documents_start_one_token_late() -> None:
     _set(transformer, "document_mask", late)
 
 
-@fault("fsdp 2, accumulation 2, full recomputation", kind="masked")
+@fault("fsdp 2, accumulation 2, full recomputation, masked")
 def recomputation_has_the_causal_mask_only() -> None:
     right = attention.Attention.forward
     calls = [0]
@@ -586,7 +585,7 @@ def gathered_gradients_are_not_reduced() -> None:
     _set(context_parallel, "scatter_sum", own)
 
 
-@fault("cp 2 gathered", kind="masked")
+@fault("cp 2 gathered, masked")
 def documents_are_not_gathered() -> None:
     right = context_parallel.gather_sequence
 
@@ -646,7 +645,7 @@ def every_run_of_a_schedule_drops_the_ones_before() -> None:
     _set(pipeline_parallel.Pipeline, "_run", forgetful)
 
 
-@fault("pp 2, GPipe")
+@fault("pp 2, GPipe, three microbatches")
 def labels_come_in_another_order_than_tokens() -> None:
     right = pipeline_parallel.split
 
@@ -678,7 +677,7 @@ def validation_loses_a_microbatch() -> None:
     _set(pipeline_parallel.Pipeline, "evaluate", losing)
 
 
-@fault("pp 2", kind="masked")
+@fault("pp 2, masked")
 def later_stages_have_the_first_microbatchs_documents() -> None:
     right = pipeline_parallel.Stage.forward_one_chunk
 
@@ -691,12 +690,12 @@ def later_stages_have_the_first_microbatchs_documents() -> None:
     _set(pipeline_parallel.Stage, "forward_one_chunk", first)
 
 
-@fault("pp 3", kind="tied")
+@fault("pp 3, tied")
 def copies_of_a_tied_table_are_not_summed() -> None:
     _set(pipeline_parallel.Pipeline, "_sum_tied_gradients", lambda self: None)
 
 
-@fault("pp 3", kind="tied")
+@fault("pp 3, tied")
 def a_tied_table_counts_twice_in_the_norm() -> None:
     right = pipeline_parallel.Pipeline.__init__
 
@@ -707,7 +706,7 @@ def a_tied_table_counts_twice_in_the_norm() -> None:
     _set(pipeline_parallel.Pipeline, "__init__", counting)
 
 
-@fault("pp 2, ZBVZeroBubble", kind="deep tied")
+@fault("pp 2, ZBVZeroBubble, tied")
 def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
     right = pipeline_parallel.Pipeline._renew_second_copies
     calls = [0]
@@ -720,7 +719,7 @@ def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
     _set(pipeline_parallel.Pipeline, "_renew_second_copies", once)
 
 
-@fault("pp 2, DualPipeV", kind="deep")
+@fault("pp 2, DualPipeV")
 def two_stages_have_each_others_layers() -> None:
     right = parallelize.stage_parts
 
