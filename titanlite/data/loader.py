@@ -171,7 +171,7 @@ def _batch(windows: np.ndarray, sample_ids: np.ndarray, document_marks: tuple[in
     both = torch.from_numpy(windows)
     batch = {
         "tokens": both[:, :-1].contiguous(),
-        "labels": both[:, 1:].contiguous(),
+        "labels": both[:, 1:].clone(),  # contiguous() of one row would be a view, with some of the tokens' memory
         "sample_ids": torch.from_numpy(sample_ids),
     }
     if document_marks is not None:

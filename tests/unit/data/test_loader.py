@@ -235,7 +235,7 @@ def test_validation_is_the_same_whatever_the_layout(prepared: PreparedData, worl
         assert batch["tokens"].shape == batch["labels"].shape == (local, SEQ_LEN)
         for i, tokens, labels in zip(*(batch[k] for k in ("sample_ids", "tokens", "labels")), strict=True):
             if i < 0:
-                assert torch.all(labels == IGNORED)
+                assert torch.all(labels == IGNORED) and torch.all(tokens == 0)
             else:
                 assert int(i) not in seen and torch.equal(labels, tokens + 1)
                 seen[int(i)] = int(tokens[0])
