@@ -90,6 +90,9 @@ def test_what_a_run_may_be_its_small_run_may_be(name: str, variant: str) -> None
         assert world
         assert config.training.seq_len <= 192 and config.training.global_batch_size <= 8 * max(8, world), layout
         assert_same_run(runs.reference, config)
+        large, model = asked.case.config.model, config.model
+        assert (model.padded_vocab_size > model.vocab_size) == (large.padded_vocab_size > large.vocab_size), layout
+        assert model.n_layers > 1, layout
     assert (time.process_time() - start) / len(layouts) < 0.5
 
 
