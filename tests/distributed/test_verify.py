@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,29 +41,36 @@ def test_layouts_agree(tmp_path: Path) -> None:
 # --- faults, each planted in both workers of a layout ---
 
 
+def replaced(owner: Any, name: str, value: Any) -> None:
+    assert hasattr(owner, name), f"{owner} has no {name}: the fault would be planted nowhere"
+    setattr(owner, name, value)
+
+
 def other_initial_weights() -> None:
     right = parallelize.init_
-    parallelize.init_ = lambda local, name, config, seed, **place: right(local, name, config, seed + 1, **place)
+    replaced(
+        parallelize, "init_", lambda local, name, config, seed, **place: right(local, name, config, seed + 1, **place)
+    )
 
 
 def same_samples_everywhere() -> None:
     right = runtime.Ranks.__init__
 
-    def init(self: runtime.Ranks, *args: object) -> None:
+    def init(self, *args):
         right(self, *args)
         self.data_rank = 0
 
-    runtime.Ranks.__init__ = init
+    replaced(runtime.Ranks, "__init__", init)
 
 
 def other_loss() -> None:
     right = parallelize.ParallelModel.forward_backward
-    parallelize.ParallelModel.forward_backward = lambda self, batches: right(self, batches) * 1.00001
+    replaced(parallelize.ParallelModel, "forward_backward", lambda self, batches: right(self, batches) * 1.00001)
 
 
 def loss_of_nan() -> None:
     right = parallelize.ParallelModel.forward_backward
-    parallelize.ParallelModel.forward_backward = lambda self, batches: right(self, batches) * float("nan")
+    replaced(parallelize.ParallelModel, "forward_backward", lambda self, batches: right(self, batches) * float("nan"))
 
 
 def one_gradient_wrong() -> None:
@@ -72,7 +80,7 @@ def one_gradient_wrong() -> None:
         self.parameters[BROKEN].grad.mul_(1.0001)
         return right(self, *args)
 
-    parallelize.ParallelModel.finish_gradients = finish
+    replaced(parallelize.ParallelModel, "finish_gradients", finish)
 
 
 def other_norm() -> None:
@@ -82,12 +90,12 @@ def other_norm() -> None:
         stats = right(self, *args)
         return replace(stats, norm=stats.norm * 1.0001)
 
-    parallelize.ParallelModel.finish_gradients = finish
+    replaced(parallelize.ParallelModel, "finish_gradients", finish)
 
 
 def other_learning_rate() -> None:
     right = trainer.lr_at
-    trainer.lr_at = lambda *args: right(*args) * 1.0000001
+    replaced(trainer, "lr_at", lambda *args: right(*args) * 1.0000001)
 
 
 def other_update() -> None:
@@ -96,12 +104,12 @@ def other_update() -> None:
     def step(self, lr, *rest):
         right(self, 1.1 * lr, *rest)
 
-    optimizer.AdamW.step = step
+    replaced(optimizer.AdamW, "step", step)
 
 
 def other_validation() -> None:
     right = parallelize.ParallelModel.evaluate
-    parallelize.ParallelModel.evaluate = lambda self, batch: right(self, batch) * 1.00001
+    replaced(parallelize.ParallelModel, "evaluate", lambda self, batch: right(self, batch) * 1.00001)
 
 
 FAULTS = {
