@@ -86,12 +86,15 @@ def deviations(records: Sequence[Record], reference: Record) -> list[Deviation]:
     def add(what: str, step: int, text: str) -> None:
         found.append(Deviation(what, step, text))
 
-    def series(what: str, name: str, mine: Sequence[float], other: Sequence[float], tolerance: float) -> None:
-        for step, (a, b) in enumerate(zip(mine, other, strict=False), start=1):
+    def series(
+        what: str, name: str, mine: Sequence[float], other: Sequence[float], tolerance: float, step: int = 0
+    ) -> None:
+        """step: that of all values; 0: their number in the series."""
+        for number, (a, b) in enumerate(zip(mine, other, strict=False), start=1):
             if not abs(a - b) <= tolerance * abs(b):
-                return add(what, step, f"{name} {step}: {a!r}, not {b!r}")
+                return add(what, step or number, f"{name} {number}: {a!r}, not {b!r}")
         if len(mine) != len(other):
-            add(what, min(len(mine), len(other)) + 1, f"{name}: {len(mine)} values, not {len(other)}")
+            add(what, step or min(len(mine), len(other)) + 1, f"{name}: {len(mine)} values, not {len(other)}")
 
     for rank, record in enumerate(records):
         if record.init_hash != reference.init_hash:
@@ -104,7 +107,7 @@ def deviations(records: Sequence[Record], reference: Record) -> list[Deviation]:
         series("lr", f"rank {rank}: lr", record.lrs, reference.lrs, 0.0)
         for key in ("validation_loss", "validation_bits_per_byte"):
             mine, other = ([result[key] for result in r.validation] for r in (record, reference))
-            series("validation", f"rank {rank}: {key}", mine, other, LOSS_TOLERANCE)
+            series("validation", f"rank {rank}: {key}", mine, other, LOSS_TOLERANCE, step=len(reference.losses))
         error, name = largest(errors(record.gradients, reference.gradients))
         if not error <= GRADIENT_TOLERANCE:
             add("gradient", 1, f"rank {rank}: gradient of {name} off by {error:.2e}")
@@ -117,7 +120,7 @@ def deviations(records: Sequence[Record], reference: Record) -> list[Deviation]:
 
 def flips(record: Record, reference: Record) -> list[tuple[int, int]]:
     """The steps, from 1, in which tokens went to other experts, and at least how many times they did."""
-    pairs = zip(record.expert_loads, reference.expert_loads, strict=True)
+    pairs = zip(record.expert_loads, reference.expert_loads, strict=False)  # a run that ended early has fewer
     moved = {step: int((mine - other).abs().sum()) for step, (mine, other) in enumerate(pairs, start=1)}
     return [(step, -(-count // 2)) for step, count in moved.items() if count]
 

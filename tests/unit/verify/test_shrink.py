@@ -32,6 +32,7 @@ LAYOUTS = [
     *(f"pp={pp},pp_schedule={schedule},dp_shard={s}" for schedule in SCHEDULES for pp in (2, 3, 4) for s in (1, 2)),
     *(f"tp={tp},{axis}=2" for tp in (2, 3, 4, 8, 9, 16) for axis in ("dp_shard", "cp", "pp")),
     *(f"dp_shard={n}" for n in (3, 4, 5, 8, 32)),
+    *(f"dp_shard={s},tp={t},cp={c},ep={e}" for s, t, c, e in itertools.product((1, 2), (1, 2), (1, 2), (2, 4))),
     *("tp=32", "cp=8", "pp=8", "pp=5,tp=3", "dp_replicate=3,dp_shard=3", "cp=3,dp_shard=3", "tp=4,dp_shard=3"),
     *("pp=2,pp_schedule=1F1B,training.local_batch_size=4", "pp=2,pp_schedule=1F1B,training.local_batch_size=64"),
     *("pp=2,pp_microbatches=2,training.local_batch_size=8", "dp_shard=2,zero_stage=2,training.local_batch_size=4"),
@@ -89,6 +90,9 @@ def test_what_a_run_may_be_its_small_run_may_be(name: str, variant: str) -> None
         assert world
         assert config.training.seq_len <= 192 and config.training.global_batch_size <= 8 * max(8, world), layout
         assert_same_run(runs.reference, config)
+        large, model = asked.case.config.model, config.model
+        assert (model.padded_vocab_size > model.vocab_size) == (large.padded_vocab_size > large.vocab_size), layout
+        assert model.n_layers > 1, layout
     assert (time.process_time() - start) / len(layouts) < 0.5
 
 
