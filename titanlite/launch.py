@@ -19,7 +19,14 @@ from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
 from titanlite.command_line import Parser, print_problems, say
 from titanlite.config import check
-from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, plan_pipeline, resolve_layout
+from titanlite.config.layout import (
+    fewest_processes,
+    fixed_world_size,
+    parameter_counts,
+    plan_batch,
+    plan_pipeline,
+    resolve_layout,
+)
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
@@ -102,7 +109,7 @@ def make_parser() -> Parser:
         metavar="N",
         default="",
         help="processes on this machine (default: what the layout fixes, else one per GPU, else "
-        f"{DEFAULT_CPU_PROCESSES} on the CPU)",
+        f"{DEFAULT_CPU_PROCESSES} or what the degrees need on the CPU)",
     )
     parser.add_argument("--setup-only", action="store_true", help="stop once the Python environment is ready")
     parser.add_argument("--version", action="version", version=f"titanlite {__version__}")
@@ -182,10 +189,10 @@ def read_process_count(option: str, environ: Mapping[str, str], problems: list[P
 
 
 def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Problem]) -> int | None:
-    """Processes of this node when nobody says: what the layout fixes, else one a GPU, else two."""
+    """Processes of this node when nobody says: what the layout fixes, else one a GPU, else two or what degrees need."""
     world = fixed_world_size(loaded.config.parallelism)
     if not world:
-        return gpus or DEFAULT_CPU_PROCESSES
+        return gpus or fewest_processes(loaded.config.parallelism, nodes.count, DEFAULT_CPU_PROCESSES)
     if world % nodes.count:
         allowed = f"a divisor of the layout's {world} processes"
         fix = "change NNODES, or the degrees in [parallelism]"

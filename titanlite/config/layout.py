@@ -6,6 +6,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,6 +74,13 @@ def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
     if parallelism.dp_shard == -1:
         return None
     return _fixed_degrees(parallelism) * parallelism.dp_shard
+
+
+def fewest_processes(parallelism: ParallelismConfig, nodes: int, least: int) -> int:
+    """The fewest processes on each of so many nodes, `least` or more, with which dp_shard = -1 has a value."""
+    degrees = _fixed_degrees(parallelism)
+    step = degrees // math.gcd(degrees, nodes)
+    return -(-least // step) * step
 
 
 def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
@@ -169,7 +177,7 @@ class PipelinePlan:
         idle time with the gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward, from
         M >= K microbatches on (Qi et al. 2023, ZB-H1), in a V from 2 K on; with fewer a rank idles longer than that.
         """
-        K, M = self.pp, microbatches  # noqa: N806
+        K, M = self.pp, microbatches
         v = len(self.layers) // K
         if self.schedule in SPLIT_BACKWARD:
             return (K - 1) / (3 * v * M + K - 1)
