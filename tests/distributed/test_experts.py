@@ -25,7 +25,6 @@ from titanlite.verify.record import full_tensors, largest_error
 
 Sections = Mapping[str, Mapping[str, Any]]
 STEPS = 6
-FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
 TOKENS, TOP_K = 24 * 32, 2
 EXPERTS: dict[str, Any] = {
     "n_experts": 6,

@@ -80,7 +80,7 @@ def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
 
 
 def fewest_processes(parallelism: ParallelismConfig) -> int:
-    """The smallest world that dp_shard = -1 fits: the other degrees, and ep ranks to share the experts."""
+    """The smallest world that dp_shard = -1 fits, as it fits every multiple: the other degrees, and ranks for ep."""
     sharing = parallelism.cp * parallelism.tp
     return _fixed_degrees(parallelism) * (parallelism.ep // gcd(parallelism.ep, sharing))
 

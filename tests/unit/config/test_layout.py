@@ -102,8 +102,9 @@ def test_dp_shard_takes_what_is_left() -> None:
 
 def test_fewest_processes_is_the_smallest_world_that_fits() -> None:
     choices = itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3, 4, 6, 8))
-    for degrees in (dict(zip(("dp_replicate", "tp", "pp", "cp", "ep"), choice, strict=True)) for choice in choices):
-        fewest = fewest_processes(ParallelismConfig(**degrees))
+    for choice in choices:
+        degrees = dict(zip(("dp_replicate", "tp", "pp", "cp", "ep"), choice, strict=True))
+        fewest = fewest_processes(ParallelismConfig.model_validate(degrees))
         assert _layout(fewest, **degrees).world_size == fewest
         for fewer in range(1, fewest):
             with pytest.raises(InputError):
