@@ -223,6 +223,8 @@ def _context_parallel(loaded: Loaded) -> list[Problem]:
     chunks, length = 2 * parallelism.cp * parallelism.tp, config.training.seq_len
     if length % chunks:
         allowed = f"a multiple of 2 x cp x tp = {chunks}: every cp rank holds two chunks of each sequence"
+        if parallelism.tp > 1:
+            allowed += ", and its part is cut over tp"
         below, above = length // chunks * chunks, -(-length // chunks) * chunks
         fix = f"set it to {f'{below} or {above}' if below else above}, or change parallelism.cp"
         problems.append(_problem(loaded, "training.seq_len", allowed, fix))

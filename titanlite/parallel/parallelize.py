@@ -1,7 +1,8 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
 Pipeline split -> build on meta -> tensor parallelism -> context parallelism -> activation checkpointing -> compile per
-block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it comes after materialising.
+block -> FSDP -> materialise -> initial weights. Under tensor parallelism compile comes before checkpointing. DDP cannot
+wrap meta tensors: there it comes after materialising.
 """
 
 from __future__ import annotations
