@@ -5,7 +5,9 @@ batch in microbatches through all stages, forward and backward, nothing scaled; 
 last run and are reduced once. The loss is known to all ranks.
 
 Private in torch, and so wrapped here (seen working on 2.13.0, CPU): `PipelineStage.perform_reduce_grad`, and that
-`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing.
+`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing; of FSDP2, in
+`_widen_gradients`, `_get_fsdp_state`, `_fsdp_param_groups`, `accumulate_unsharded_grad_if_needed` and
+`to_accumulated_grad_if_needed`.
 """
 
 from __future__ import annotations
@@ -251,11 +253,8 @@ class Pipeline:
         first, last = plan.rank_of(0), plan.rank_of(len(plan.layers) - 1)
         # The two ranks of a tied table that lies apart. Each updates its copy by the sum of both gradients.
         self._tied_group = meshes.pp_ends() if tied and first != last else None
-        here = meshes.pp.get_local_rank()
-        twice = self._tied_group is not None and here == last
+        twice = self._tied_group is not None and meshes.pp.get_local_rank() == last
         self.counted = [p for name, p in self.parameters.items() if not (twice and name == TIED)]
-        if here not in (first, last):
-            self._tied_group = None
         # A group's first collective must be one of all its ranks (NCCL); a batch of sends and receives is of some.
         dist.all_reduce(torch.zeros((), device=device), group=self.group)
 
@@ -333,7 +332,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Collective.
+        """Sum of the token cross-entropies of one batch, float64 scalar, the same on all ranks of the pp axis.
+        Collective.
 
         A forward-only loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
         """
