@@ -92,7 +92,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token cross-entropies of one batch, float32 scalar on the device. Collective under FSDP."""
+        """Sum of the token cross-entropies of one batch, scalar on the device: float32, float64 under a pipeline.
+        Collective under FSDP and under a pipeline."""
         loss = self.module(**self._inputs(batch))
         self._strategy.release()
         return loss
@@ -131,6 +132,7 @@ class PipelinedModel(ParallelModel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
+        """As without a pipeline; the same on all ranks of the pp axis."""
         return self._pipeline.evaluate(self._inputs(batch))
 
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
