@@ -207,14 +207,19 @@ def _pipeline(
     """This rank's stages, each laid out by lay_out(part=...), and the pipeline that runs them. Collective."""
     parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
     stages = {index: lay_out(part=part) for index, part in parts.items()}
+    batch, layout = plan_batch(training, ranks.layout, plan), ranks.layout
+    rows, length = batch.local_batch_size // batch.microbatches, training.seq_len // layout.cp
+    shape = rows, length // layout.tp, model_config.dim
+    dtype = DTYPES[training.mixed_precision_param]
     pipeline = Pipeline(
         plan,
-        plan_batch(training, ranks.layout, plan).microbatches,
+        batch.microbatches,
         [StageModel(index, stage.module, stage.parameters, stage.release) for index, stage in stages.items()],
         ranks.meshes,
         ranks.device,
         tied=model_config.tie_word_embeddings,
-        hidden=(ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
+        tokens=torch.empty(rows, length, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),
     )
     return PipelinedModel(pipeline, list(stages.values()), ranks.device, ranks.meshes)
 
