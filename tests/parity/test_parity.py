@@ -134,12 +134,19 @@ def real_rows(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_bfloat16_layouts_agree_within_its_own_tolerance(text: Path) -> None:
-    """Measured: losses within 2e-4, norms within 1e-2 of one process over ten steps; the bounds are five times that."""
-    sections = {"training": {"mixed_precision_param": "bfloat16"}}
-    reference = run(LAYOUTS["accumulation 2"], text, sections=sections)[0]
-    for name in ("ddp 2", "fsdp 2, accumulation 4", "hsdp 2x2, zero 1, accumulation 2"):
-        records = run(LAYOUTS[name], text, sections=sections)
-        found = worst(records, reference)
+    """Measured: losses within 2e-4, norms within 1e-2, gradients within 1.1e-2 of one process, over ten steps; the
+    bounds are five times that."""
+    bfloat16 = {"training": {"mixed_precision_param": "bfloat16"}}
+    names = ("ddp 2", "fsdp 2, accumulation 4", "hsdp 2x2, zero 1, accumulation 2", "cp 2", "pp 2")
+    layouts = {name: (LAYOUTS[name], bfloat16) for name in names}
+    layouts["tp 2"] = SECTIONED_LAYOUTS["tp 2"][0], merge(SECTIONED_LAYOUTS["tp 2"][1], bfloat16)
+    references: dict[str, Record] = {}
+    for name, (layout, sections) in layouts.items():
+        key = repr(sections)
+        if key not in references:
+            references[key] = run(LAYOUTS["accumulation 2"], text, sections=sections)[0]
+        records = run(layout, text, sections=sections)
+        found = worst(records, references[key])
         print(name, found)
-        assert {record.init_hash for record in records} == {reference.init_hash}
-        assert found["loss"] < 1e-3 and found["norm"] < 5e-2, found
+        assert {record.init_hash for record in records} == {references[key].init_hash}
+        assert found["loss"] < 1e-3 and found["norm"] < 5e-2 and found["gradient"] < 5e-2, (name, found)
