@@ -92,7 +92,7 @@ def _stages(loaded: Loaded) -> list[Problem]:
     return []
 
 
-def _schedule_limits(loaded: Loaded) -> list[Problem]:
+def _pipeline_schedule(loaded: Loaded) -> list[Problem]:
     parallelism = loaded.config.parallelism
     if parallelism.pp == 1:
         return []
@@ -153,7 +153,7 @@ def _rope_scaling(loaded: Loaded) -> list[Problem]:
     return [_problem(loaded, "model.rope_scaling.high_freq_factor", allowed, "Llama 3.1 has 1.0 and 4.0")]
 
 
-def _schedule(loaded: Loaded) -> list[Problem]:
+def _lr_schedule(loaded: Loaded) -> list[Problem]:
     schedule = loaded.config.lr_scheduler
     if schedule.warmup_steps <= schedule.total_steps:
         return []
@@ -289,11 +289,11 @@ RULES: tuple[Rule, ...] = (
     _available_degrees,
     _tensor_parallel,
     _stages,
-    _schedule_limits,
+    _pipeline_schedule,
     _empty_texts,
     _heads,
     _rope_scaling,
-    _schedule,
+    _lr_schedule,
     _tokenizer,
     _sources,
     _validation,
@@ -408,7 +408,7 @@ def _resume(loaded: Loaded) -> list[Problem]:
 def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
-    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded) + _mask_warnings(loaded)
+    found = _embedded(loaded) + _switched_off(loaded) + _lr_warnings(loaded) + _mask_warnings(loaded)
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
@@ -465,7 +465,7 @@ def _switched_off(loaded: Loaded) -> list[str]:
     return found
 
 
-def _schedule_warnings(loaded: Loaded) -> list[str]:
+def _lr_warnings(loaded: Loaded) -> list[str]:
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
     found = []
     left = schedule.total_steps - schedule.warmup_steps
