@@ -96,7 +96,7 @@ def _stages(loaded: Loaded) -> list[Problem]:
     return []
 
 
-def _schedule_limits(loaded: Loaded) -> list[Problem]:
+def _pipeline_schedule(loaded: Loaded) -> list[Problem]:
     parallelism = loaded.config.parallelism
     if parallelism.pp == 1:
         return []
@@ -205,7 +205,7 @@ def _near_multiples(n: int, step: int) -> str:
     return f"{below} or {above}" if below else "one, such as model.ffn_dim / model.moe.top_k" if n == 0 else f"{above}"
 
 
-def _schedule(loaded: Loaded) -> list[Problem]:
+def _lr_schedule(loaded: Loaded) -> list[Problem]:
     schedule = loaded.config.lr_scheduler
     if schedule.warmup_steps <= schedule.total_steps:
         return []
@@ -275,6 +275,8 @@ def _context_parallel(loaded: Loaded) -> list[Problem]:
     chunks, length = 2 * parallelism.cp * parallelism.tp, config.training.seq_len
     if length % chunks:
         allowed = f"a multiple of 2 x cp x tp = {chunks}: every cp rank holds two chunks of each sequence"
+        if parallelism.tp > 1:
+            allowed += ", and its part is cut over tp"
         below, above = length // chunks * chunks, -(-length // chunks) * chunks
         fix = f"set it to {f'{below} or {above}' if below else above}, or change parallelism.cp"
         problems.append(_problem(loaded, "training.seq_len", allowed, fix))
@@ -343,13 +345,13 @@ RULES: tuple[Rule, ...] = (
     _expert_parallel,
     _tensor_parallel,
     _stages,
-    _schedule_limits,
+    _pipeline_schedule,
     _recomputation,
     _empty_texts,
     _heads,
     _rope_scaling,
     _experts,
-    _schedule,
+    _lr_schedule,
     _tokenizer,
     _sources,
     _validation,
@@ -466,7 +468,7 @@ def _resume(loaded: Loaded) -> list[Problem]:
 def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
-    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded) + _mask_warnings(loaded)
+    found = _embedded(loaded) + _switched_off(loaded) + _lr_warnings(loaded) + _mask_warnings(loaded)
     found += _checkpoint_warnings(loaded)
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
@@ -549,7 +551,7 @@ def _checkpoint_warnings(loaded: Loaded) -> list[str]:
     return []
 
 
-def _schedule_warnings(loaded: Loaded) -> list[str]:
+def _lr_warnings(loaded: Loaded) -> list[str]:
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
     found = []
     left = schedule.total_steps - schedule.warmup_steps

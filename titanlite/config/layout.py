@@ -69,7 +69,7 @@ class Layout:
     @property
     def uses_ddp(self) -> bool:
         """Whole replicas and nothing else."""
-        return self.dp_replicate > 1 and self.world_size == self.dp_replicate and self.ep == 1
+        return self.dp_replicate > 1 and self.world_size == self.dp_replicate
 
 
 def fixed_world_size(parallelism: ParallelismConfig) -> int | None:

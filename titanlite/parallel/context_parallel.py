@@ -84,7 +84,12 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh, method: Method)
 
 
 class Ring:
-    """`Attention.attend` by ring attention."""
+    """`Attention.attend` by ring attention: causal, over sequences that the group's ranks hold in zigzag order.
+
+    q [B, H, L, D], k and v [B, Hkv, L, D] with L = S / n: this rank's part, and so is what is returned. Differentiable,
+    collective. Attention and merging are exact up to the rounding of a float32 (lse, sums over blocks); in half
+    precision each block's output is rounded once more than SDPA rounds.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name = group.group_name
@@ -110,27 +115,12 @@ class AllGather:
     def mask(self, documents: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added to the scores of the local queries and all keys, 0 or -inf. See model.transformer."""
         length, device = positions.shape[-1], positions.device
-        places = [zigzag_positions(rank, self._size, length, device) for rank in range(self._size)]
-        seen = (places[self._rank][:, None] >= torch.cat(places)).unsqueeze(0)  # [1, L, S]
+        key_positions = [zigzag_positions(rank, self._size, length, device) for rank in range(self._size)]
+        seen = (key_positions[self._rank][:, None] >= torch.cat(key_positions)).unsqueeze(0)  # [1, L, S]
         if documents is not None:
             everyone = gather_sequence(documents, group_named(self._name))
             seen = seen & (documents[:, :, None] == everyone[:, None, :])
         return torch.full(seen.shape, -math.inf, dtype=dtype, device=device).masked_fill_(seen, 0.0).unsqueeze(1)
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over sequences that the group's ranks hold in zigzag order. Differentiable, collective.
-
-    q [B, H, L, D], k and v [B, Hkv, L, D] with L = S / n: this rank's part. Returns this rank's part of the output.
-    Attention and merging are exact up to the rounding of a float32 (lse, sums over blocks); in half precision each
-    block's output is rounded once more than SDPA rounds.
-    """
-    return Ring(group)(q, k, v)
-
-
-def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, mask: Tensor) -> Tensor:
-    """As ring_attention, with a mask made by AllGather.mask: which keys each of the local queries sees."""
-    return AllGather(group)(q, k, v, mask)
 
 
 # ---- ring
@@ -213,14 +203,14 @@ def ring_backward(
     """
     rank, size, kernel = dist.get_rank(group), dist.get_world_size(group), kernel_for(q)
     kv = _stacked(k, v)
-    coming: Exchange | None = None  # the next keys and values
-    dkv_coming: Exchange | None = None
+    kv_exchange: Exchange | None = None  # the next keys and values
+    dkv_exchange: Exchange | None = None
     dq = torch.zeros_like(q, dtype=_accumulator(q))
     dkv = torch.zeros_like(kv, dtype=_accumulator(q))
     for step in range(size):
-        if coming is not None:
-            kv = coming.wait()
-        coming = Exchange(kv, group) if step < size - 1 else None
+        if kv_exchange is not None:
+            kv = kv_exchange.wait()
+        kv_exchange = Exchange(kv, group) if step < size - 1 else None
         queries, keys, causal = block_of(step, rank, q.shape[2])
         block_dq, block_dk, block_dv = kernel.backward(
             grad[:, :, queries],
@@ -231,12 +221,12 @@ def ring_backward(
             causal,
         )
         dq[:, :, queries] += block_dq
-        if dkv_coming is not None:
-            dkv = dkv_coming.wait()
+        if dkv_exchange is not None:
+            dkv = dkv_exchange.wait()
         for total, share in zip(_unstacked(dkv, keys), (block_dk, block_dv), strict=True):
             total += share
-        dkv_coming = Exchange(dkv, group) if size > 1 else None
-    return dq.to(q.dtype), dkv if dkv_coming is None else dkv_coming.wait()
+        dkv_exchange = Exchange(dkv, group) if size > 1 else None
+    return dq.to(q.dtype), dkv if dkv_exchange is None else dkv_exchange.wait()
 
 
 def _stacked(k: Tensor, v: Tensor) -> Tensor:

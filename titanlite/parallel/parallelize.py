@@ -1,8 +1,8 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
 Pipeline split -> build on meta -> tensor parallelism -> expert parallelism -> context parallelism -> activation
-checkpointing -> compile per block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it
-comes after materialising.
+checkpointing -> compile per block -> FSDP -> materialise -> initial weights. Under tensor parallelism and with experts
+compile comes before checkpointing. DDP cannot wrap meta tensors: there it comes after materialising.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token cross-entropies of one batch, float32 scalar on the device. Collective under FSDP."""
+        """Sum of the token cross-entropies of one batch, scalar on the device: float32, float64 under a pipeline.
+        Collective under FSDP and under a pipeline."""
         loss = self.module(**self._inputs(batch))
         self._strategy.release()
         return loss
@@ -163,6 +164,7 @@ class PipelinedModel(ParallelModel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
+        """As without a pipeline; the same on all ranks of the pp axis."""
         return self._pipeline.evaluate(self._inputs(batch))
 
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
@@ -242,14 +244,19 @@ def _pipeline(
     """This rank's stages, each laid out by lay_out(part=...), and the pipeline that runs them. Collective."""
     parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
     stages = {index: lay_out(part=part) for index, part in parts.items()}
+    batch, layout = plan_batch(training, ranks.layout, plan), ranks.layout
+    rows, length = batch.local_batch_size // batch.microbatches, training.seq_len // layout.cp
+    shape = rows, length // layout.tp, model_config.dim
+    dtype = DTYPES[training.mixed_precision_param]
     pipeline = Pipeline(
         plan,
-        plan_batch(training, ranks.layout, plan).microbatches,
+        batch.microbatches,
         [StageModel(index, stage.module, stage.parameters, stage.release) for index, stage in stages.items()],
         ranks.meshes,
         ranks.device,
         tied=model_config.tie_word_embeddings,
-        hidden=(ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
+        tokens=torch.empty(rows, length, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),
     )
     return PipelinedModel(pipeline, list(stages.values()), ranks.device, ranks.meshes)
 

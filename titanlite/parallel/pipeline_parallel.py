@@ -5,7 +5,9 @@ batch in microbatches through all stages, forward and backward, nothing scaled; 
 last run and are reduced once. The loss is known to all ranks.
 
 Private in torch, and so wrapped here (seen working on 2.13.0, CPU): `PipelineStage.perform_reduce_grad`, and that
-`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing.
+`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing; of FSDP2, in
+`_widen_gradients`, `_get_fsdp_state`, `_fsdp_param_groups`, `accumulate_unsharded_grad_if_needed` and
+`to_accumulated_grad_if_needed`.
 """
 
 from __future__ import annotations
@@ -219,13 +221,15 @@ class Pipeline:
         device: torch.device,
         *,
         tied: bool,
-        hidden: tuple[int, int, torch.dtype],
+        tokens: Tensor,
+        hidden: Tensor,
     ) -> None:
         """Collective.
 
         microbatches: of a schedule run.
         tied:         the first and the last stage hold one table.
-        hidden:       of what stages send on: ranks among which a batch's tokens are divided there, width, dtype.
+        tokens:       meta tensor like a microbatch's tokens in training, [B, S].
+        hidden:       meta tensor like what stages send on of it, [B, S or a part of it, dim].
         """
         self.plan = plan
         self.group = meshes.pp.get_group()
@@ -236,9 +240,6 @@ class Pipeline:
         self._hidden = hidden
         self._computing, self._step = Clock(device), Clock(device)
         self._measured: Callable[[], dict[str, float]] = dict
-        self._schedule: Any = None
-        self._shape: tuple[int, ...] = ()
-        self._stages: list[Stage] = []
 
         self._second_copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for model in self._models:
@@ -251,11 +252,18 @@ class Pipeline:
         first, last = plan.rank_of(0), plan.rank_of(len(plan.layers) - 1)
         # The two ranks of a tied table that lies apart. Each updates its copy by the sum of both gradients.
         self._tied_group = meshes.pp_ends() if tied and first != last else None
-        here = meshes.pp.get_local_rank()
-        twice = self._tied_group is not None and here == last
+        twice = self._tied_group is not None and meshes.pp.get_local_rank() == last
         self.counted = [p for name, p in self.parameters.items() if not (twice and name == TIED)]
-        if here not in (first, last):
-            self._tied_group = None
+        n_stages = len(plan.layers)
+        self._stages = [
+            Stage(model, n_stages, tokens, hidden, device, self.group, self._computing) for model in self._models
+        ]
+        self._schedule = SCHEDULES[plan.schedule](
+            self._stages[0] if plan.schedule in SINGLE_STAGE else self._stages,
+            microbatches,
+            loss_fn=lambda output, target: output.sum(),
+            scale_grads=False,
+        )
         # A group's first collective must be one of all its ranks (NCCL); a batch of sends and receives is of some.
         dist.all_reduce(torch.zeros((), device=device), group=self.group)
 
@@ -282,10 +290,6 @@ class Pipeline:
     def _run(self, inputs: Inputs, last: bool) -> list[Tensor]:
         """One run of the schedule; the microbatches' losses where the last stage is."""
         microbatches = split(inputs, self._microbatches)
-        shape = tuple(microbatches[0]["tokens_or_h"].shape)
-        if shape != self._shape:
-            self._shape = shape
-            self._build(shape)
         for stage in self._stages:
             stage.microbatches = microbatches
             stage.last_run = last
@@ -295,22 +299,6 @@ class Pipeline:
         for stage in self._stages:
             stage.microbatches = []
         return [loss.detach() for loss in losses]
-
-    def _build(self, shape: tuple[int, ...]) -> None:
-        sharers, width, dtype = self._hidden
-        hidden = torch.empty(shape[0], shape[1] // sharers, width, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        n_stages = len(self.plan.layers)
-        self._stages = [
-            Stage(model, n_stages, tokens, hidden, self._device, self.group, self._computing) for model in self._models
-        ]
-        single = self.plan.schedule in SINGLE_STAGE
-        self._schedule = SCHEDULES[self.plan.schedule](
-            self._stages[0] if single else self._stages,
-            self._microbatches,
-            loss_fn=lambda output, target: output.sum(),
-            scale_grads=False,
-        )
 
     @torch.no_grad()
     def _renew_second_copies(self) -> None:
@@ -333,7 +321,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Collective.
+        """Sum of the token cross-entropies of one batch, float64 scalar, the same on all ranks of the pp axis.
+        Collective.
 
         A forward-only loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
         """
@@ -363,8 +352,8 @@ class Pipeline:
                     if number == len(microbatches) - 1:
                         models[stage].release()
                 elif after in models:
-                    shape = self._hidden_shape(microbatches[number])
-                    hidden[after, number] = torch.empty(shape, dtype=self._hidden[2], device=self._device)
+                    shape = (microbatches[number]["tokens_or_h"].shape[0], *self._hidden.shape[1:])
+                    hidden[after, number] = torch.empty(shape, dtype=self._hidden.dtype, device=self._device)
                     transfers.append(transfer(dist.irecv, hidden[after, number], stage))
             # Both directions at once, and the same ticks on all ranks. One by one, the sends and receives of two ranks
             # share a queue under NCCL: with several stages a rank a send would wait behind a receive that waits for it.
@@ -372,10 +361,6 @@ class Pipeline:
                 work.wait()
         dist.all_reduce(total, group=self.group)
         return total
-
-    def _hidden_shape(self, inputs: Inputs) -> tuple[int, int, int]:
-        rows, tokens = inputs["tokens_or_h"].shape
-        return rows, tokens // self._hidden[0], self._hidden[1]
 
     # ---- metrics
 

@@ -32,7 +32,8 @@ from titanlite.model.transformer import Block, Head, Transformer
 from titanlite.parallel import collectives
 from titanlite.parallel.mesh import Meshes
 
-ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()  # of a weight [out, in]
+# Of a weight [out, in]: its rows make Megatron's column-parallel layer, its columns the row-parallel one.
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 
 
 def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfig) -> None:
