@@ -119,7 +119,8 @@ def _random_value(key: Key, rng: random.Random) -> Any:
     low = next((getattr(limit, name.lower()) for name, limit in bounds.items() if name in ("Gt", "Ge")), 0)
     high = next((getattr(limit, name.lower()) for name, limit in bounds.items() if name in ("Lt", "Le")), None)
     if key.kind == "integer":
-        return low + 1 + rng.choice([0, 1, 7, rng.randrange(10**6), 2**31 - 3, *([2**62] if high is None else [])])
+        most = 2**62 if high is None else high - low - 2
+        return low + 1 + rng.choice([0, 1, 7, rng.randrange(min(most, 10**6)), min(most, 2**31), most])
     if high is not None:
         return rng.choice([rng.random() * 0.999, 5e-324, 0.1 + 0.2 - 0.3 + 1e-17])
     return low + rng.choice(
