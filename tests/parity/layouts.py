@@ -52,8 +52,8 @@ MASKED: Sections = {"data": {"document_mask": True}}
 HEADS_8: Sections = {"model": {"n_heads": 8, "n_kv_heads": 4}}
 HEADS_8_KV_2: Sections = {"model": {"n_heads": 8, "n_kv_heads": 2}}
 HEADS_8_KV_1: Sections = {"model": {"n_heads": 8, "n_kv_heads": 1}}
-# With BASE's seed and 8 heads under QK norm, the norm of single steps moves by 1e-5 for any order of summation (1.5e-5
-# under fsdp 3): rounding of the step before is magnified. With this seed the worst is 2e-6.
+# With BASE's seed and 8 heads under QK norm, rounding of one step is magnified in the norm of the next (1.5e-5 under
+# fsdp 3; see docs/decisions.md on models that do this). With this seed the worst is 2e-6.
 CALM: Sections = {"run": {"seed": 5}}
 # For pipelines of four and of eight stages; some have two layers.
 DEEP: Sections = {"model": {"n_layers": 5}}
