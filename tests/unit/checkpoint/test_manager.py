@@ -252,11 +252,11 @@ def test_resume_from_an_earlier_step_sets_the_abandoned_ones_aside(run: Setup) -
 
 
 def test_retention(run: Setup) -> None:
-    manager = run.manager(keep_latest_k=2)
+    manager = run.manager(keep_latest_k=2, keep_every=2)
     for step in range(1, 6):
         manager.save(step, tensors(step), parts(step))
     manager.finish()
-    assert sorted(path.name for path in run.folder.iterdir()) == ["step-00000004", "step-00000005"]
+    assert sorted(path.name for path in run.folder.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 5)]
 
 
 # ---- which one
