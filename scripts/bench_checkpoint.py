@@ -3,8 +3,9 @@
     python scripts/bench_checkpoint.py [--parameters 200e6] [--saves 3] [--folder DIR] [--json]
 
 One process, float32 weights and both moments of AdamW: 12 bytes a parameter, for two of which the folder and the memory
-need room. While an asynchronous save is written, the process multiplies matrices, as training would. "Cold" is after
-the system was asked to forget the files, "warm" right after a save.
+need room. Synchronous and asynchronous saves take turns, so that a busy machine is as busy for both; while an
+asynchronous one is written, the process multiplies matrices, as training would. "Cold" is after the system was asked to
+forget the files, "warm" right after a save.
 """
 
 from __future__ import annotations
@@ -61,18 +62,15 @@ def drop_from_memory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def save_all(
-    manager: CheckpointManager, tensors: dict[str, torch.Tensor], steps: range, rate: Callable[[], float]
-) -> list[dict[str, float]]:
-    """The figures of each save. rate: a piece of training, at so many a second."""
-    found = []
-    for step in steps:
-        manager.save(step, tensors, PARTS)
-        while manager._pending is not None and not manager._pending.done():
-            rate()
-        manager.finish()
-        found.append(manager.metrics())
-    return found
+def save(
+    manager: CheckpointManager, tensors: dict[str, torch.Tensor], step: int, work: Callable[[], object]
+) -> dict[str, float]:
+    """The figures of a save during which the process does some work."""
+    manager.save(step, tensors, PARTS)
+    while manager._pending is not None and not manager._pending.done():
+        work()
+    manager.finish()
+    return manager.metrics()
 
 
 def measure(folder: Path, parameters: int, saves: int) -> dict[str, Any]:
@@ -81,23 +79,25 @@ def measure(folder: Path, parameters: int, saves: int) -> dict[str, Any]:
     size = sum(tensor.nbytes for tensor in tensors.values())
     a, b, out = (torch.rand(1024, 1024) for _ in range(3))
 
-    def rate() -> float:
-        return 1 / seconds(lambda: torch.mm(a, b, out=out))
+    def work() -> None:
+        torch.mm(a, b, out=out)
 
     def manager(mode: Any) -> CheckpointManager:
         return CheckpointManager(CheckpointConfig(async_mode=mode, keep_latest_k=1), folder, ranks)
 
-    synchronous = save_all(manager("disabled"), tensors, range(1, 1 + saves), rate)
-    asynchronous = save_all(manager("async"), tensors, range(1 + saves, 1 + 2 * saves), rate)
-    newest = folder / f"step-{2 * saves:08d}"
+    stopping, going_on = manager("disabled"), manager("async")
+    synchronous, asynchronous = [], [save(going_on, tensors, 1, work)]  # which makes the buffers that are used again
+    for step in range(2, 2 + 2 * saves, 2):
+        synchronous.append(save(stopping, tensors, step, work))
+        asynchronous.append(save(going_on, tensors, step + 1, work))
+    newest = folder / f"step-{1 + 2 * saves:08d}"
     loads = {
         "warm": measure_load(manager("disabled"), tensors),
         "cold": measure_load(manager("disabled"), tensors, forget=newest),
         "cold, load only": measure_load(manager("disabled"), tensors, forget=newest, verify=False),
     }
     whole = statistics.median(row["checkpoint_stall_seconds"] for row in synchronous)
-    # The first save makes the buffers that later ones use again.
-    stall = statistics.median(row["checkpoint_stall_seconds"] for row in asynchronous[1:] or asynchronous)
+    stall = statistics.median(row["checkpoint_stall_seconds"] for row in asynchronous[1:])
     return {
         "gigabytes": size / 1e9,
         "threads": torch.get_num_threads(),

@@ -104,6 +104,8 @@ class CheckpointManager:
 
         def make() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob(".shared-*"):  # of a start that was killed
+                old.unlink(missing_ok=True)
             token = self.folder / f".shared-{uuid.uuid4().hex}"
             token.touch()
             return token.name
@@ -300,10 +302,10 @@ class CheckpointManager:
         """
         candidates, given = self._on_main(self._candidates)
         damaged: list[tuple[Path, Sequence[Problem]]] = []
-        chosen = given
+        chosen, verified = given, ""
         for folder in candidates:
             try:
-                self._verify(folder)
+                verified = self._verify(folder)
             except DamagedError as error:
                 damaged.append((folder, error.problems))
             else:
@@ -313,6 +315,8 @@ class CheckpointManager:
             raise InputError(_none_is_good(self.folder, damaged))
         if damaged:
             self._on_main(lambda: self._set_aside(damaged))
+        if verified:
+            self._report(verified)
         if given is not None and chosen != given:
             self._report(f"{chosen} goes on from {given}: resuming that")
         return chosen
@@ -362,7 +366,7 @@ class CheckpointManager:
         path = Path(path)
         mine = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
         if path != self._verified:
-            self._verify(path)
+            self._report(self._verify(path))
         self._verified = None  # it was true a moment ago
         wanted = self._channel.gather(mine)
 
@@ -383,8 +387,11 @@ class CheckpointManager:
             self._step_on_disk = manifest["step"]
         return manifest
 
-    def _verify(self, folder: Path) -> None:
-        """Read every file of a committed checkpoint, each rank its share. Raises DamagedError that names bad files."""
+    def _verify(self, folder: Path) -> str:
+        """Read every file of a committed checkpoint, each rank its share; returns a line that says so.
+
+        Raises DamagedError, on all ranks, that names all bad files.
+        """
         start = time.perf_counter()
 
         def look() -> dict[str, FileRecord]:
@@ -409,7 +416,7 @@ class CheckpointManager:
         if without:
             self._report(f"warning: {folder} has no checksums of {without} files: only their sizes were compared")
         size, seconds = sum(record.bytes for record in files.values()), time.perf_counter() - start
-        self._report(f"verified {folder.name} ({size / 1e6:,.1f} MB in {seconds:.2f} s)")
+        return f"verified {folder.name} ({size / 1e6:,.1f} MB in {seconds:.2f} s)"
 
     def _on_main(self, work: Callable[[], T]) -> T:
         """The main rank's result of `work`, or its error, on all ranks."""
