@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Keys that say where things are on a machine: nodes may differ in them.
 _PLACES = {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path"}
 
+# What every train state has, besides "data".
+_TRAIN_STATE = {"step": int, "samples": int, "tokens": int, "resumed_from": str, "data_fingerprint": str}
+
 # Keys of [data] that no token depends on.
 _NOT_CONTENT = {"data.epochs", "data.prepare_workers", "data.num_workers", "data.cache_dir", "data.allow_change"}
 # Keys that can change what is learned from the same tokens.
@@ -45,6 +48,25 @@ def check_ranks_agree(config: Config, data: str, ranks: Ranks) -> None:
             problems.append(Problem("", key, got, f"{values[0]!r}, as on rank 0", fix))
     if problems:
         raise InputError(problems)
+
+
+def check_train_state(manifest: Mapping[str, Any], path: Path) -> None:
+    """Raises InputError if the train state in the manifest of the checkpoint at `path` cannot be gone on from."""
+    state = manifest["train_state"]
+    wrong = [key for key, kind in _TRAIN_STATE.items() if type(state.get(key)) is not kind]
+    wrong += [key for key in ("samples", "tokens") if key not in wrong and state[key] < 0]
+    if state.get("step") != manifest["step"]:
+        wrong.append("step")
+    if "data" in state:
+        try:
+            RunData.of_record(state["data"])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            wrong.append("data")
+    if wrong:
+        where, keys = f"{path}/manifest.json", ", ".join(sorted(f"train_state.{key}" for key in {*wrong}))
+        got = ", ".join(f"{state.get(key)!r:.60}" for key in sorted({*wrong}))
+        fix = "resume from another checkpoint: --checkpoint.resume PATH"
+        raise InputError(Problem(where, keys, got, f"the train state of step {manifest['step']}", fix))
 
 
 def check_same_run(manifest: Mapping[str, Any], path: Path, *, config: Config, data: RunData) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -193,12 +194,21 @@ def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Proble
     to 8 (what a cluster's config asks for is not started on a laptop)."""
     world = fixed_world_size(loaded.config.parallelism)
     if not world:
-        fewest = -(-fewest_processes(loaded.config.parallelism) // nodes.count)
-        return gpus or min(max(fewest, CPU_PROCESSES[0]), CPU_PROCESSES[1])
+        fewest, most = CPU_PROCESSES
+        needed = fewest_processes(loaded.config.parallelism)
+        step = needed // gcd(needed, nodes.count)
+        return gpus or min(-(-fewest // step) * step, most)
     if world % nodes.count:
         allowed = f"a divisor of the layout's {world} processes"
         fix = "change NNODES, or the degrees in [parallelism]"
         problems.append(Problem(ENVIRONMENT, "NNODES", str(nodes.count), allowed, fix))
+        return None
+    if world > MOST_PROCESSES * nodes.count:
+        allowed = (
+            f"at most {MOST_PROCESSES} on a machine, and there {'is' if nodes.count == 1 else 'are'} {nodes.count}"
+        )
+        fix = "set NNODES, or lower a degree in [parallelism]"
+        problems.append(Problem(loaded.origin("parallelism"), "parallelism", f"{world} processes", allowed, fix))
         return None
     return world // nodes.count
 

@@ -23,7 +23,7 @@ from titanlite.data.loader import Batch, ValidationData, build_train_loader
 from titanlite.data.phase import first_phase, resume
 from titanlite.data.prepare import prepare
 from titanlite.files import write_atomically
-from titanlite.identity import check_ranks_agree, check_same_run
+from titanlite.identity import check_ranks_agree, check_same_run, check_train_state
 from titanlite.lifeline import has_launcher
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.throughput import Throughput, bf16_slower_than_fp32, peak_flops
@@ -82,7 +82,8 @@ class PendingStep:
     state: TrainState
     lr: float
     scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite, others
-    others: tuple[str, ...] = ()  # names of the other scalars, as a row has them
+    others: tuple[str, ...]  # names of the other scalars, as a row has them
+    measured: Callable[[], dict[str, float]]  # reads what the form of parallelism adds to a row
 
 
 class Trainer:
@@ -141,13 +142,8 @@ class Trainer:
         assert self.checkpoints is not None
         manifest = self.checkpoints.read_manifest(self.resume_path)
         if self.config.checkpoint.resume != "auto":
-            # The same command is run again after a crash: it goes on with what it has done since.
-            given, newest = str(self.resume_path), self.checkpoints.latest()
-            since = self.checkpoints.read_manifest(newest) if newest else None
-            if newest and since and since["train_state"].get("resumed_from") == given:
-                self._say(f"{newest} goes on from {given}: resuming that")
-                self.resume_path, manifest = newest, since
-            manifest["train_state"]["resumed_from"] = given
+            manifest["train_state"]["resumed_from"] = str(Path(self.config.checkpoint.resume).resolve())
+        check_train_state(manifest, self.resume_path)
         for difference in check_same_run(manifest, self.resume_path, config=self.config, data=self.data):
             self._say(f"resume: {difference}")
         train_state = manifest["train_state"]
@@ -218,6 +214,7 @@ class Trainer:
         training, ranks = self.config.training, self.ranks
         pipeline = plan_pipeline(self.config.model, self.config.parallelism)
         plan = plan_batch(training, ranks.layout, pipeline)
+        self.local_batch_size = plan.local_batch_size  # in force: training.local_batch_size may be far above it
         self.loader = build_train_loader(
             self.prepared,
             self.data.order(self.config.data.epochs),
@@ -293,7 +290,8 @@ class Trainer:
         self.state.samples += config.training.global_batch_size
         self.state.tokens += self.tokens_per_step
         scalars = DeferredScalars([loss, stats.norm, found_inf, *others.values()])
-        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others))
+        measured = self.model.metrics()
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others), measured)
 
     @property
     def tokens_per_step(self) -> int:
@@ -339,9 +337,7 @@ class Trainer:
         assert self.validation is not None
         with self.throughput.pause():
             sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)  # nats, targets, bytes
-            for batch in self.validation.batches(
-                self.ranks.data_rank, self.ranks.data_size, self.config.training.local_batch_size
-            ):
+            for batch in self.validation.batches(self.ranks.data_rank, self.ranks.data_size, self.local_batch_size):
                 part = self.model.shard(batch)
                 batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in part.items()}
                 labels = batch["labels"]
@@ -405,7 +401,8 @@ class Trainer:
             "tokens": done.state.tokens,
             **dict(zip(done.others, others, strict=True)),
             **self.throughput.row(),
-            **self.model.metrics(),
+            **done.measured(),
+            **(self.checkpoints.metrics() if self.checkpoints else {}),
             **extra,
         }
         assert self.metrics is not None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from tests.harness.distributed import WorkerFailed, run_distributed
 from tests.harness.training import build, rank_batches, train_step
-from titanlite.checkpoint import dcp
+from titanlite.checkpoint import dcp, storage
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import CheckpointError
 from titanlite.config.problems import InputError
@@ -198,7 +198,7 @@ def save_while_training(folder: Path) -> list[str]:
 
 def test_async_save_never_sees_later_steps(tmp_path: Path) -> None:
     said = run_distributed(save_while_training, 2, tmp_path)
-    assert [line.split()[2] for line in said[0]] == ["step-00000001", "step-00000002"]
+    assert [line.split()[2] for line in said[0] if "saved" in line] == ["step-00000001", "step-00000002"]
     assert said[1] == []  # only the main rank speaks
 
 
@@ -316,3 +316,53 @@ def test_truncated_file_is_refused_on_all_ranks(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
     results = run_distributed(load_damaged, 2, tmp_path)
     assert results[0] == results[1] and "__1_0.distcp" in results[0]
+
+
+# ---- damage that only one rank reads
+
+
+def save_twice(folder: Path) -> None:
+    manager = make_manager(folder)
+    for step in (1, 2):
+        manager.save(step, laid_out(whole(step), "fsdp 2"), PARTS, wait=True)
+
+
+def fall_back(folder: Path) -> tuple[str, str, list[str], list[str]]:
+    """What an explicit load says, what is resumed, what was said, and which files this rank has read."""
+    read: list[str] = []
+    of_file = storage.of_file
+
+    def recorded(path: Path) -> Any:
+        read.append(f"{path.parent.name}/{path.name}")
+        return of_file(path)
+
+    setattr(storage, "of_file", recorded)  # noqa: B010
+    said: list[str] = []
+    manager = make_manager(folder, said.append)
+    tensors = laid_out(whole(-1), "fsdp 2")
+    with pytest.raises(InputError) as error:
+        manager.load(folder / "step-00000002", tensors)
+    assert_same(tensors, whole(-1))
+    read.clear()
+    path = manager.find_resume()
+    assert path is not None
+    manager.load(path, tensors)
+    assert_same(tensors, whole(1))
+    return str(error.value), path.name, said, read
+
+
+def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path: Path) -> None:
+    run_distributed(save_twice, 2, tmp_path)
+    path = tmp_path / "step-00000002/__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)
+    (message, *resumed, said, read), (other, *other_resumed, silent, other_read) = run_distributed(
+        fall_back, 2, tmp_path
+    )
+    assert message == other and f"{path.parent}: __1_0.distcp: got other content" in message
+    assert resumed == other_resumed == ["step-00000001"]
+    assert sorted(read) == [f"step-0000000{step}/{name}" for step in (1, 2) for name in (".metadata", "__0_0.distcp")]
+    assert sorted(other_read) == [f"step-0000000{step}/__1_0.distcp" for step in (1, 2)]
+    assert any("DAMAGED" in line and "__1_0.distcp" in line for line in said) and not silent
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.damaged-1"]

@@ -88,7 +88,7 @@ def train(layout: Layout, text: Path, folder: Path, steps: int = STEPS, *section
         "training": {"steps": steps},
     }
     records = run_distributed(
-        _train, layout.world_size, merge(BASE, MOE, layout.sections, here, *sections), timeout=120
+        _train, layout.world_size, merge(BASE, MOE, layout.sections, here, *sections), timeout=500
     )
     for record in records[1:]:
         assert torch.equal(record["loads"], records[0]["loads"])

@@ -55,7 +55,9 @@ HEADS_8_KV_1: Sections = {"model": {"n_heads": 8, "n_kv_heads": 1}}
 # With BASE's seed and 8 heads under QK norm, the norm of single steps moves by 1e-5 for any order of summation (1.5e-5
 # under fsdp 3): rounding of the step before is magnified. With this seed the worst is 2e-6.
 CALM: Sections = {"run": {"seed": 5}}
-DEEP: Sections = {"model": {"n_layers": 8}}  # for pipelines with many stages
+# For pipelines of four and of eight stages; some have two layers.
+DEEP: Sections = {"model": {"n_layers": 5}}
+DEEPER: Sections = {"model": {"n_layers": 9}}
 
 
 @dataclass(frozen=True)
@@ -117,29 +119,33 @@ _add(
         "fsdp 2, accumulation 4": _layout(_microbatches(3), dp_shard=2),
         "fsdp 2, zero 2, accumulation 4": _layout(_microbatches(3), dp_shard=2, zero_stage=2),
         "fsdp 2, zero 1, accumulation 4": _layout(_microbatches(3), dp_shard=2, zero_stage=1),
-        "fsdp 4, zero 2": _layout(dp_shard=4, zero_stage=2),
-        "fsdp 4, zero 1": _layout(dp_shard=4, zero_stage=1),
         "hsdp 2x2": _layout(dp_replicate=2, dp_shard=2),
         "hsdp 2x2, full recomputation": _layout(dp_replicate=2, dp_shard=2, recompute=True),
-        "hsdp 2x2, zero 2, accumulation 2": _layout(_microbatches(3), dp_replicate=2, dp_shard=2, zero_stage=2),
-        "hsdp 2x2, zero 1, accumulation 2": _layout(_microbatches(3), dp_replicate=2, dp_shard=2, zero_stage=1),
         "hsdp 3x2": _layout(dp_replicate=3, dp_shard=2),
         "cp 2": _layout(cp=2),
         "cp 4": _layout(cp=4),
         "cp 2, accumulation 2": _layout(_microbatches(12), cp=2),
         "cp 2, accumulation 2, full recomputation": _layout(_microbatches(12), cp=2, recompute=True),
         "cp 2 x fsdp 2": _layout(cp=2, dp_shard=2),
-        "cp 2 x fsdp 2, zero 2, accumulation 2": _layout(_microbatches(6), cp=2, dp_shard=2, zero_stage=2),
-        "cp 2 x fsdp 2, zero 1, accumulation 2": _layout(_microbatches(6), cp=2, dp_shard=2, zero_stage=1),
         "cp 2 x replicas 2": _layout(cp=2, dp_replicate=2),
+        "cp 2 x hsdp 2x2": _layout(cp=2, dp_replicate=2, dp_shard=2),
         "cp 2 gathered": _layout(cp=2, cp_method="allgather"),
         "cp 4 gathered": _layout(cp=4, cp_method="allgather"),
         "cp 2 gathered x fsdp 2": _layout(cp=2, cp_method="allgather", dp_shard=2),
         "cp 2 gathered x fsdp 2, full recomputation": _layout(cp=2, cp_method="allgather", dp_shard=2, recompute=True),
     },
 )
+for _stage in (1, 2, 3):
+    _many: dict[str, Any] = {"dp_shard": 2, "zero_stage": _stage}
+    _name = f"zero {_stage}, accumulation 2"
+    _add({}, {f"hsdp 2x2, {_name}": _layout(_microbatches(3), dp_replicate=2, **_many)})
+    _add({}, {f"cp 2 x fsdp 2, {_name}": _layout(_microbatches(6), cp=2, **_many)})
+    _add({}, {f"cp 2 gathered x fsdp 2, {_name}": _layout(_microbatches(6), cp=2, cp_method="allgather", **_many)})
+    _add(HEADS_8, {f"tp 2 x fsdp 2, {_name}": _layout(_microbatches(6), tp=2, **_many)})
+    if _stage != 2:  # refused under a pipeline
+        _add({}, {f"pp 2 x fsdp 2, {_name}": _layout(_microbatches(6), pp=2, pp_microbatches=3, **_many)})
 
-# ---- pipelines: BASE has 3 layers, so stages of 2 and 1; DEEP is for schedules with many stages
+# ---- pipelines: BASE has 3 layers, so stages of 2 and 1
 
 _add(
     {},
@@ -150,32 +156,33 @@ _add(
         "pp 2, GPipe, one microbatch": _layout(pp=2, pp_schedule="GPipe", pp_microbatches=1),
         "pp 2, accumulation 3": _layout(_microbatches(8), pp=2, pp_layers_per_stage=[1, 2]),
         "pp 3": _layout(pp=3, pp_microbatches=4),
-        "pp 2 x fsdp 2, zero 3, accumulation 2": _layout(_microbatches(6), pp=2, dp_shard=2, zero_stage=3),
         "pp 2 x hsdp 2x2, GPipe": _layout(pp=2, dp_shard=2, dp_replicate=2, pp_schedule="GPipe", pp_microbatches=3),
     },
 )
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 for _name in SCHEDULES:
-    _pp: dict[str, Any] = {"pp": 2, "pp_schedule": _name}
-    _add(DEEP, {f"pp 2, {_name}": _layout(pp_microbatches=4, **_pp)})
-    _add(DEEP, {f"pp 2 x dp_replicate 2, {_name}": _layout(_microbatches(6), dp_replicate=2, **_pp)})
-    if _name in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
-        _add(DEEP, {f"pp 2 x fsdp 2, {_name}": _layout(_microbatches(4), dp_shard=2, **_pp)})
-        _add(DEEP, {f"pp 4, {_name}": _layout(pp_microbatches=4, **(_pp | {"pp": 4}))})
-    if _name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+    _pp: dict[str, Any] = {"pp_schedule": _name, "pp_microbatches": 4}
+    _add(DEEP, {f"pp 2, {_name}": _layout(pp=2, **_pp)})
+    _add(DEEP, {f"pp 2 x dp_replicate 2, {_name}": _layout(pp=2, dp_replicate=2, **_pp)})
+    _pp["pp_microbatches"] = 8  # DualPipeV needs one for each stage
+    _add(DEEP if _name in ("GPipe", "1F1B") else DEEPER, {f"pp 4, {_name}": _layout(pp=4, **_pp)})
+for _name in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+    _pp = {"pp": 2, "pp_schedule": _name}
+    _add(DEEP, {f"pp 2 x fsdp 2, {_name}": _layout(_microbatches(4), dp_shard=2, pp_microbatches=2, **_pp)})
+    if _name != "1F1B":
         _add(DEEP, {f"pp 2, {_name}, full recomputation": _layout(pp_microbatches=4, recompute=True, **_pp)})
-_pp = {"pp": 2, "pp_schedule": "LoopedBFS", "pp_layers_per_stage": [1] * 8, "pp_microbatches": 3}
+_pp = {"pp": 2, "pp_schedule": "LoopedBFS", "pp_layers_per_stage": [1, 1, 2, 1, 1, 1, 1, 1], "pp_microbatches": 3}
 _add(
-    DEEP,
+    DEEPER,
     {
         "pp 2, LoopedBFS, four stages a rank": _layout(**_pp),
         "pp 2 x fsdp 2, LoopedBFS, zero 3, four stages a rank": _layout(
             _microbatches(6), dp_shard=2, zero_stage=3, **_pp
         ),
-        "pp 2, Interleaved1F1B, one microbatch": _layout(pp=2, pp_schedule="Interleaved1F1B", pp_microbatches=1),
         "pp 4, ZBVZeroBubble, one microbatch": _layout(pp=4, pp_schedule="ZBVZeroBubble", pp_microbatches=1),
     },
 )
+_add(DEEP, {"pp 2, Interleaved1F1B, one microbatch": _layout(pp=2, pp_schedule="Interleaved1F1B", pp_microbatches=1)})
 
 # ---- tensor parallelism, and compositions of tp, pp and cp
 
@@ -190,14 +197,20 @@ _add(
         "tp 2 x fsdp 2": _layout(tp=2, dp_shard=2),
         "tp 2 x dp_replicate 2": _layout(tp=2, dp_replicate=2),
         "tp 2 x hsdp 2x2": _layout(tp=2, dp_replicate=2, dp_shard=2),
-        "tp 2 x fsdp 2, zero 1, accumulation 2": _layout(_microbatches(6), tp=2, dp_shard=2, zero_stage=1),
-        "tp 2 x fsdp 2, zero 2, accumulation 2": _layout(_microbatches(6), tp=2, dp_shard=2, zero_stage=2),
         "tp 2 x cp 2": _layout(tp=2, cp=2),
         "tp 2 x cp 2 x fsdp 2, accumulation 2": _layout(_microbatches(6), tp=2, cp=2, dp_shard=2),
-        "pp 2 x tp 2": _layout(pp=2, tp=2),
-        "pp 2 x cp 2": _layout(pp=2, cp=2),
-        "pp 2 x tp 2 x cp 2": _layout(pp=2, tp=2, cp=2),
-        "pp 2 x tp 2 x cp 2, full recomputation": _layout(pp=2, tp=2, cp=2, recompute=True),
+        "pp 2 x tp 2": _layout(pp=2, tp=2, pp_microbatches=4),
+        "pp 2 x tp 2 x cp 2": _layout(pp=2, tp=2, cp=2, pp_microbatches=4),
+        "pp 2 x tp 2 x cp 2, full recomputation": _layout(pp=2, tp=2, cp=2, pp_microbatches=4, recompute=True),
+    },
+)
+_add(
+    {},
+    {
+        "pp 2 x cp 2": _layout(pp=2, cp=2, pp_microbatches=4),
+        "pp 2 x cp 2 x fsdp 2, zero 3, accumulation 2": _layout(
+            _microbatches(6), pp=2, cp=2, dp_shard=2, zero_stage=3, pp_microbatches=3
+        ),
     },
 )
 _add(HEADS_8_KV_2, {"tp 4 over 2 kv heads": _layout(tp=4), "tp 4 over 2 kv heads x fsdp 2": _layout(tp=4, dp_shard=2)})
@@ -206,10 +219,13 @@ _add(merge(HEADS_8, {"model": {"vocab_pad_multiple": 14}}), {"tp 2 x fsdp 3": _l
 _add(
     merge(HEADS_8, DEEP),
     {
-        "pp 2 x tp 2, ZBVZeroBubble": _layout(pp=2, tp=2, pp_schedule="ZBVZeroBubble"),
-        "pp 2 x tp 2, Interleaved1F1B": _layout(pp=2, tp=2, pp_schedule="Interleaved1F1B"),
-        "pp 2 x cp 2, InterleavedZeroBubble": _layout(pp=2, cp=2, pp_schedule="InterleavedZeroBubble"),
+        "pp 2 x tp 2, ZBVZeroBubble": _layout(pp=2, tp=2, pp_schedule="ZBVZeroBubble", pp_microbatches=4),
+        "pp 2 x tp 2, Interleaved1F1B": _layout(pp=2, tp=2, pp_schedule="Interleaved1F1B", pp_microbatches=4),
     },
+)
+_add(
+    DEEP,
+    {"pp 2 x cp 2, InterleavedZeroBubble": _layout(pp=2, cp=2, pp_schedule="InterleavedZeroBubble", pp_microbatches=4)},
 )
 _add(
     merge(HEADS_8, TIED, CALM),
@@ -217,7 +233,16 @@ _add(
         "tp 2, tied": _layout(tp=2),
         "tp 2 x fsdp 2, tied": _layout(tp=2, dp_shard=2),
         "tp 2 x cp 2 x replicas 2, tied": _layout(tp=2, cp=2, dp_replicate=2),
-        "pp 2 x tp 2 x fsdp 2, tied": _layout(pp=2, tp=2, dp_shard=2),
+        "pp 2 x tp 2 x fsdp 2, tied": _layout(pp=2, tp=2, dp_shard=2, pp_microbatches=4),
+        "pp 2 x tp 2 x dp_replicate 2, tied": _layout(pp=2, tp=2, dp_replicate=2, pp_microbatches=4),
+    },
+)
+_add(
+    merge(DEEP, TIED),
+    {
+        "pp 2 x cp 2 x dp_replicate 2, ZBVZeroBubble, tied": _layout(
+            pp=2, cp=2, dp_replicate=2, pp_schedule="ZBVZeroBubble", pp_microbatches=4
+        )
     },
 )
 _add(merge(HEADS_8_KV_1, TIED, CALM), {"tp 4 over 1 kv head, tied": _layout(tp=4)})
@@ -229,7 +254,23 @@ _add(
             _microbatches(6), tp=2, dp_shard=2, recompute=True
         ),
         "tp 2 x cp 2 gathered, masked": _layout(tp=2, cp=2, cp_method="allgather"),
-        "pp 2 x cp 2 gathered x fsdp 2, masked": _layout(pp=2, cp=2, cp_method="allgather", dp_shard=2),
+        "tp 2 x cp 2 gathered x fsdp 2, masked": _layout(tp=2, cp=2, cp_method="allgather", dp_shard=2),
+        "tp 2 x cp 2 gathered x dp_replicate 2, masked": _layout(tp=2, cp=2, cp_method="allgather", dp_replicate=2),
+        "pp 2 x tp 2 x cp 2 gathered, masked": _layout(pp=2, tp=2, cp=2, cp_method="allgather", pp_microbatches=4),
+    },
+)
+_add(
+    MASKED,
+    {
+        "cp 2 gathered x dp_replicate 2, masked": _layout(cp=2, cp_method="allgather", dp_replicate=2),
+        "cp 2 gathered x hsdp 2x2, masked": _layout(cp=2, cp_method="allgather", dp_replicate=2, dp_shard=2),
+        "pp 2 x cp 2 gathered, masked": _layout(pp=2, cp=2, cp_method="allgather", pp_microbatches=4),
+        "pp 2 x cp 2 gathered x fsdp 2, masked": _layout(
+            pp=2, cp=2, cp_method="allgather", dp_shard=2, pp_microbatches=4
+        ),
+        "pp 2 x cp 2 gathered x dp_replicate 2, masked": _layout(
+            pp=2, cp=2, cp_method="allgather", dp_replicate=2, pp_microbatches=4
+        ),
     },
 )
 
@@ -264,4 +305,50 @@ _add_again(
     "pp 2",
     "pp 2, accumulation 3",
     "pp 2, full recomputation",
+)
+
+# ---- the same with other recomputation
+
+
+def _add_recomputing(kind: str, keys: Mapping[str, Any], *names: str) -> None:
+    """Layouts that are there already, of the same models, with these keys of activation_checkpoint."""
+    for name in names:
+        layout, sections = LAYOUTS[name]
+        recomputing = Layout(layout.world_size, merge(layout.sections, {"activation_checkpoint": keys}))
+        _add(sections, {f"{name}, {kind}": recomputing})
+
+
+_add_recomputing(
+    "selective recomputation",
+    {"mode": "selective"},
+    "accumulation 2",
+    "ddp 2, accumulation 4",
+    "fsdp 2, accumulation 2",  # zero 3
+    "fsdp 2, zero 2, accumulation 4",
+    "fsdp 2, zero 1, accumulation 4",
+    "hsdp 2x2",
+    "hsdp 2x2, masked",
+    "cp 2, accumulation 2",
+    "cp 2 gathered x fsdp 2, masked",
+    "pp 3, tied",
+    "pp 2 x fsdp 2, zero 3, accumulation 2",
+    "pp 2, Interleaved1F1B",
+    "pp 2 x fsdp 2, LoopedBFS, zero 3, four stages a rank",
+    "tp 2, accumulation 4",
+    "tp 2, masked",
+    "tp 2 x fsdp 2, zero 1, accumulation 2",
+    "tp 4 over 2 kv heads x fsdp 2",
+    "tp 2 x cp 2",
+    "tp 2 x cp 2 gathered, masked",
+    "pp 2 x tp 2",
+    "pp 2 x tp 2 x cp 2",
+    "pp 2 x tp 2 x fsdp 2, tied",
+)
+_add_recomputing(
+    "every second block recomputed",
+    {"mode": "selective", "selective_ac_option": "2"},
+    "fsdp 3",
+    "pp 2, accumulation 3",
+    "pp 2, InterleavedZeroBubble",
+    "tp 2 x cp 2",
 )

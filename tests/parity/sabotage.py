@@ -608,6 +608,58 @@ def gathered_keys_are_masked_by_row_order() -> None:
     _set(context_parallel.AllGather, "mask", by_row)
 
 
+# ---- selective recomputation
+
+
+@fault("fsdp 2, accumulation 2, selective recomputation")
+def recomputed_keys_are_one_position_late() -> None:
+    right = attention.apply_rope
+    calls = [0]
+
+    def late(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # 3 blocks rotate q and k: 6 calls in the forward pass of a microbatch, then 6 in its recomputation. Queries and
+        # keys moved together would change nothing: positions are relative.
+        recomputing, keys = calls[0] % 12 >= 6, calls[0] % 2 == 1
+        calls[0] += 1
+        positions = int(recomputing and keys)  # rolled by none in forward: other operators would be noticed by torch
+        return right(x, cos.roll(positions, -3), sin.roll(positions, -3))
+
+    _set(attention, "apply_rope", late)
+
+
+@fault("tp 2, accumulation 4, selective recomputation")
+def recomputation_gathers_tokens_out_of_order() -> None:
+    right = tensor_parallel.gather_sequence
+    calls = [0]
+
+    def shifted(x: Tensor, group: Any) -> Tensor:
+        # 3 blocks and the head: 7 calls in the forward pass of a microbatch, then 6 in its recomputation.
+        recomputing = calls[0] % 13 >= 7
+        calls[0] += 1
+        return right(x.roll(int(recomputing), 1), group)
+
+    _set(tensor_parallel, "gather_sequence", shifted)
+
+
+@fault("cp 2, accumulation 2, selective recomputation")
+def what_was_kept_is_rounded() -> None:
+    right = activation_checkpoint.create_selective_checkpoint_contexts
+
+    def rounded(policy: Any) -> Any:
+        forward, recomputation = right(policy)
+        dispatch = type(recomputation).__torch_dispatch__
+
+        class Rounded(type(recomputation)):  # type: ignore[misc]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = dispatch(self, func, types, args, kwargs)
+                return out.bfloat16().float() if func == activation_checkpoint.PRODUCT else out
+
+        recomputation.__class__ = Rounded
+        return forward, recomputation
+
+    _set(activation_checkpoint, "create_selective_checkpoint_contexts", rounded)
+
+
 # ---- pipelines
 
 

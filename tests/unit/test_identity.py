@@ -10,7 +10,7 @@ import pytest
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
 from titanlite.data.phase import RunData, SourceState
-from titanlite.identity import check_ranks_agree, check_same_run
+from titanlite.identity import check_ranks_agree, check_same_run, check_train_state
 
 SECTIONS: dict[str, Any] = {
     "model": {"vocab_size": 64, "dim": 8, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 16},
@@ -151,3 +151,24 @@ def test_places_are_not_compared() -> None:
     check_ranks_agree(config(), "d1", ranks)
     assert "optimizer.lr" in ranks.seen and "run.name" in ranks.seen
     assert not {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path"} & ranks.seen.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"samples": "24"}, "train_state.samples: got '24'"),
+        ({"tokens": -1}, "train_state.tokens: got -1"),
+        ({"step": 2}, "train_state.step: got 2"),
+        ({"data_fingerprint": None}, "train_state.data_fingerprint: got None"),
+        ({"data": {"start": 0}}, "train_state.data: got"),
+    ],
+)
+def test_a_train_state_that_makes_no_sense_is_one_problem(change: Any, named: str) -> None:
+    """With checksums damage is found before; this is for a manifest that has none, or that was made by hand."""
+    state: dict[str, Any] = {"step": 1, "samples": 24, "tokens": 9, "resumed_from": "", "data_fingerprint": "f"}
+    check_train_state({"step": 1, "train_state": state}, Path("c"))  # before runs had several phases
+    state["data"] = data().record()
+    check_train_state({"step": 1, "train_state": state}, Path("c"))
+    with pytest.raises(InputError) as error:
+        check_train_state({"step": 1, "train_state": state | change}, Path("c"))
+    assert named in str(error.value) and len(error.value.problems) == 1

@@ -5,15 +5,19 @@ fails gives all ranks one plain error and so that only what a rank will write ha
 
 Seen working on torch 2.11.0 and 2.13.0, on CPU. Public are the default planners, the storage reader and writer, and the
 steps of both that are called here in the order in which dcp.save and dcp.load call them. Internal to DCP, and so what
-another torch may change: a writer's `per_thread_copy_ahead`, the `prefix` in a plan's storage_data, the names
-`__RANK_N.distcp`, and the pickle in `.metadata` with its private classes.
+another torch may change: a writer's `per_thread_copy_ahead` and `fs`, that it only ever appends to a file, the `prefix`
+in a plan's storage_data, the names `__RANK_N.distcp`, and the pickle in `.metadata` with its private classes.
 """
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import pathlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,7 +31,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.storage import METADATA, CheckpointError, file_size
+from titanlite.checkpoint.checksum import FileRecord, HashedFile
+from titanlite.checkpoint.storage import METADATA, CheckpointError, is_tensor_file
 from titanlite.files import fsync_folder
 
 if TYPE_CHECKING:
@@ -56,6 +61,9 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" at {error.filename}" if error.filename else ""
+        return f"the disk is full{place} ({error.strerror}): make room, or let run.output_dir be on another disk"
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -122,26 +130,74 @@ def plan_save(tensors: Tensors, channel: ObjectChannel, last: Plan | None) -> Pl
     return Plan(signature, planner.finish_plan(channel.scatter(merged)), metadata)
 
 
-def write_tensors(
-    folder: Path, plan: Plan, tensors: Tensors, snapshot: Snapshot | None
-) -> tuple[list[WriteResult], dict[str, int]]:
-    """Write this rank's part of `plan` and sync it to the disk. Returns DCP's records and file name -> bytes."""
-    writer = FileSystemWriter(folder, sync_files=True)
+@dataclass(frozen=True)
+class Written:
+    """Files of this rank that are on the disk. seconds: what their checksums have cost."""
+
+    files: dict[str, FileRecord]
+    seconds: float
+    results: list[WriteResult] = field(default_factory=list)  # DCP's records
+
+
+def write_tensors(folder: Path, plan: Plan, tensors: Tensors, snapshot: Snapshot | None) -> Written:
+    """Write this rank's part of `plan`, and sync it to the disk."""
+    writer, files = _writer(folder)
     if snapshot is not None:
         writer.per_thread_copy_ahead = 0  # overlaps device copies with writes; a snapshot is on the CPU already
-    writing = writer.write_data(plan.local, _Source(tensors, snapshot))
-    writing.wait()
-    prefix = plan.local.storage_data.prefix
-    sizes = {path.name: file_size(path) or 0 for path in folder.glob(f"{prefix}*.distcp")}
+    with files.errors():
+        writing = writer.write_data(plan.local, _Source(tensors, snapshot))
+        writing.wait()
     fsync_folder(folder)
-    return writing.value(), sizes
+    return Written(files.records(), files.seconds, writing.value())
 
 
-def write_metadata(folder: Path, plan: Plan, results: list[list[WriteResult]]) -> dict[str, int]:
-    """Rank 0: write DCP's description of all ranks' files. Returns file name -> bytes."""
+def write_metadata(folder: Path, plan: Plan, results: list[list[WriteResult]]) -> Written:
+    """Rank 0: write DCP's description of all ranks' files."""
     assert plan.metadata is not None
-    FileSystemWriter(folder, sync_files=True).finish(plan.metadata, results)
-    return {METADATA: file_size(folder / METADATA) or 0}
+    writer, files = _writer(folder)
+    with files.errors():
+        writer.finish(plan.metadata, results)
+    (record,) = files.records().values()  # written under another name, then renamed
+    return Written({METADATA: record}, files.seconds)
+
+
+def _writer(folder: Path) -> tuple[FileSystemWriter, _HashingFileSystem]:
+    writer, files = FileSystemWriter(folder, sync_files=False), _HashingFileSystem()
+    writer.fs = files
+    return writer, files
+
+
+class _HashingFileSystem(filesystem.FileSystem):
+    """Gives DCP files that are hashed while it writes them, and synced when it closes them. (DCP's own sync comes while
+    the end of `.metadata` is still in a buffer of the process.)"""
+
+    def __init__(self) -> None:
+        self._written: list[tuple[str, HashedFile]] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb"
+        with closing(HashedFile(Path(path))) as file:
+            self._written.append((Path(path).name, file))
+            yield cast(io.IOBase, file)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """What the system says of a failed write, instead of what torch makes of it."""
+        try:
+            yield
+        except Exception:
+            error = next((file.error for _, file in self._written if file.error), None)
+            if error is None:
+                raise
+            raise error from None
+
+    def records(self) -> dict[str, FileRecord]:
+        return {name: file.record for name, file in self._written}
+
+    @property
+    def seconds(self) -> float:
+        return sum(file.seconds for _, file in self._written)
 
 
 class _Source(DefaultSavePlanner):
@@ -174,15 +230,35 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 def read_metadata(folder: Path) -> Metadata:
     """DCP's description of a checkpoint. The only place where its pickle is read; nothing in the file can run code.
 
-    Raises CheckpointError if the file asks for anything but the classes that describe tensors.
+    Raises CheckpointError if the file is no such description, asks for anything but the classes that describe tensors,
+    or sends the reader anywhere but to plain tensors in files of this folder; OSError.
     """
     with open(folder / METADATA, "rb") as file:
-        metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, Metadata) or not all(
-        isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
+        try:
+            metadata = _MetadataUnpickler(file).load()
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # pickle promises no kinds
+            raise CheckpointError(
+                f"{folder / METADATA}: not the metadata of a checkpoint ({describe(error)})"
+            ) from error
+    if not (
+        isinstance(metadata, Metadata)
+        and all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+        and isinstance(metadata.storage_data, dict)
+        and all(isinstance(place, filesystem._StorageInfo) for place in metadata.storage_data.values())
     ):
         raise CheckpointError(f"{folder / METADATA}: not the metadata of a checkpoint")
+    for place in metadata.storage_data.values():
+        if not is_tensor_file(str(place.relative_path)) or place.transform_descriptors:
+            got = f"{place.relative_path}{' (transformed)' if place.transform_descriptors else ''}"
+            raise CheckpointError(f"{folder / METADATA} names {got}, which is no tensor file of a checkpoint")
     return metadata
+
+
+def tensor_files(metadata: Metadata) -> set[str]:
+    """Names of the files that hold the tensors."""
+    return {str(place.relative_path) for place in metadata.storage_data.values()}
 
 
 # Plain data, whose constructors do nothing. BytesStorageMetadata is missing on purpose: DCP unpickles such an entry's

@@ -1,8 +1,11 @@
 """When a checkpoint is written and which one a run starts from. How it lies on the disk is storage.py's.
 
-A save goes: agree on the folder, plan, (async: copy to CPU and return), every rank writes and syncs its files, the
-main rank writes the manifest, retention. A failure on any rank raises the same CheckpointError on all of them, and
+A save goes: agree on the folder, plan, (async: copy to CPU and return), every rank writes, hashes and syncs its files,
+the main rank writes the manifest, retention. A failure on any rank raises the same CheckpointError on all of them, and
 the folder stays uncommitted.
+
+A load first reads every file once to compare its checksum, the ranks a share each; only then is a tensor touched. What
+is loaded comes from the files again, mostly from memory, where the first reading has left it.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ import json
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,7 +25,8 @@ import torch
 
 import titanlite
 from titanlite.checkpoint import dcp, storage
-from titanlite.checkpoint.storage import CheckpointError
+from titanlite.checkpoint.checksum import FileRecord
+from titanlite.checkpoint.storage import CheckpointError, DamagedError
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import CheckpointConfig
 
@@ -43,13 +47,23 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed save. seconds: from the call of save() to the commit. notes: what else there is to say."""
+    """A committed save.
+
+    seconds:          from the call of save() to the commit
+    checksum_seconds: the part of them in which the slowest rank made checksums
+    notes:            what else there is to say
+    """
 
     step: int
     folder: Path
     bytes: int
     seconds: float
+    checksum_seconds: float
     notes: tuple[str, ...]
+
+    @property
+    def checksum_share(self) -> float:
+        return self.checksum_seconds / self.seconds
 
 
 class CheckpointManager:
@@ -80,6 +94,8 @@ class CheckpointManager:
         self._said = False
         self._step_on_disk: int | None = None
         self._failed = False  # the last save
+        self._verified: Path | None = None  # the last checkpoint whose files have all been read and found right
+        self._figures: dict[str, float] = {}
         self._check_shared()
 
     def _check_shared(self) -> None:
@@ -112,19 +128,39 @@ class CheckpointManager:
         One failed save is reported and survived, since the next may go well. Raises CheckpointError, on all ranks
         alike, when two in a row have failed, or when this one fails and is waited for.
         """
-        with self._surviving_one():
-            self.finish()
-        if step == self._step_on_disk:
-            return
-        with nullcontext() if wait else self._surviving_one():
-            try:
-                self._start(step, tensors, manifest)
-            except CheckpointError as error:
-                self._failed = True
-                self._report(f"CHECKPOINT NOT SAVED: {error}")
-                raise
-            if wait or self.config.async_mode != "async":
+        with self._timed_stall():
+            with self._surviving_one():
                 self.finish()
+            if step == self._step_on_disk:
+                return
+            with nullcontext() if wait else self._surviving_one():
+                try:
+                    self._start(step, tensors, manifest)
+                except CheckpointError as error:
+                    self._failed = True
+                    self._report(f"CHECKPOINT NOT SAVED: {error}")
+                    raise
+                if wait or self.config.async_mode != "async":
+                    self.finish()
+
+    def metrics(self) -> dict[str, float]:
+        """What saves have cost since the last call, for a row of metrics; empty if nothing happened. Not collective.
+
+        checkpoint_stall_seconds:  in which training waited for them
+        checkpoint_seconds:        of the last one that was committed, from its start to the commit
+        checkpoint_checksum_share: the part of these in which checksums were made
+        """
+        figures, self._figures = self._figures, {}
+        return figures
+
+    @contextmanager
+    def _timed_stall(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = "checkpoint_stall_seconds"
+            self._figures[key] = self._figures.get(key, 0.0) + time.perf_counter() - start
 
     @contextmanager
     def _surviving_one(self) -> Iterator[None]:
@@ -162,7 +198,14 @@ class CheckpointManager:
         saved = self._pending.result()
         for note in saved.notes:
             self._report(note)
-        self._report(f"saved checkpoint {saved.folder.name} ({saved.bytes / 1e6:,.1f} MB in {saved.seconds:.2f} s)")
+        self._figures |= {
+            "checkpoint_seconds": saved.seconds,
+            "checkpoint_checksum_share": saved.checksum_share,
+        }
+        self._report(
+            f"saved checkpoint {saved.folder.name} ({saved.bytes / 1e6:,.1f} MB in {saved.seconds:.2f} s, "
+            f"{saved.checksum_share:.1%} of it for checksums)"
+        )
 
     def finish(self) -> None:
         """Wait until the save in flight, if any, is committed. Raises CheckpointError on all ranks if it failed."""
@@ -206,72 +249,101 @@ class CheckpointManager:
         try:
             written = dcp.agree(self._channel, doing, lambda: dcp.write_tensors(folder, plan, tensors, snapshot))
             everyone = self._channel.gather(written)
-            size = dcp.agree(self._channel, doing, lambda: self._commit(step, folder, plan, everyone, parts))
+            size, hashing = dcp.agree(self._channel, doing, lambda: self._commit(step, folder, plan, everyone, parts))
         except CheckpointError:
             # Uncommitted; what was written would only fill the disk.
             if self._ranks.is_main:
                 dcp.attempt(lambda: storage.remove(folder))
             raise
         if self._ranks.is_main:
-            _, failure = dcp.attempt(lambda: storage.retain(self.folder, step, self.config.keep_latest_k, notes.append))
+            keep, keep_every = self.config.keep_latest_k, self.config.keep_every
+            _, failure = dcp.attempt(
+                lambda: storage.retain(self.folder, step, keep, notes.append, keep_every=keep_every)
+            )
             if failure:
                 notes.append(f"old checkpoints could not be removed: {failure}")
         # The others wait here, in a patient channel, and not in training's next collective.
         self._channel.gather(None)
-        return Saved(step, folder, size, time.perf_counter() - started, tuple(notes))
+        return Saved(step, folder, size, time.perf_counter() - started, hashing, tuple(notes))
 
     def _commit(
-        self, step: int, folder: Path, plan: dcp.Plan, everyone: list[Any] | None, parts: dict[str, Any]
-    ) -> int:
+        self, step: int, folder: Path, plan: dcp.Plan, everyone: list[dcp.Written] | None, parts: dict[str, Any]
+    ) -> tuple[int, float]:
+        """Main rank: write what stands for all of it. Returns its bytes, and seconds that checksums have cost."""
         if everyone is None:
-            return 0
-        files = {name: size for _, sizes in everyone for name, size in sizes.items()}
-        storage.wait_for_files(folder, files)
-        files |= dcp.write_metadata(folder, plan, [results for results, _ in everyone])
+            return 0, 0.0
+        files = {name: record for written in everyone for name, record in written.files.items()}
+        storage.wait_for_files(folder, {name: record.bytes for name, record in files.items()})
+        metadata = dcp.write_metadata(folder, plan, [written.results for written in everyone])
+        files |= metadata.files
         storage.commit(folder, storage.make_manifest(step, files, parts))
-        return sum(files.values())
+        slowest = max(written.seconds for written in everyone)
+        return sum(record.bytes for record in files.values()), slowest + metadata.seconds
 
     # ---- which one
 
     def latest(self) -> Path | None:
-        """The newest committed checkpoint of this run folder; None if there is none. Raises InputError."""
+        """The newest committed checkpoint of this run folder; None if there is none. Its tensors are not looked at."""
         return self._on_main(self._latest)
 
     def _latest(self) -> Path | None:
-        bad: list[str] = []
-        steps = storage.committed_steps(self.folder, bad.append)
-        for message in bad:
-            self._report(message)
-        if bad and not steps:
-            fix = "repair or move these folders away, or start another run folder with --run.name NAME"
-            allowed = "a usable checkpoint, or none: starting anew would throw this run's progress away"
-            raise InputError(Problem("", str(self.folder), "only checkpoints that cannot be used", allowed, fix))
+        steps = storage.committed_steps(self.folder, self._report)
         return storage.step_folder(self.folder, steps[-1]) if steps else None
 
     def find_resume(self) -> Path | None:
         """The checkpoint to start from as `checkpoint.resume` says; None: start fresh. Raises InputError.
 
-        A path must be that of a step folder itself, under whatever name.
+        "auto": the newest one of the run folder of which every byte is right. Newer ones are renamed aside, and what
+        is wrong with them is reported; if there are only such, they stay where they are and InputError is raised.
+        A path must be that of a step folder itself, under whatever name. A run that has gone on from it (the
+        train_state of its own checkpoints says `resumed_from`) goes on with those.
         """
-        return self._on_main(self._find_resume)
+        candidates, given = self._on_main(self._candidates)
+        damaged: list[tuple[Path, Sequence[Problem]]] = []
+        chosen = given
+        for folder in candidates:
+            try:
+                self._verify(folder)
+            except DamagedError as error:
+                damaged.append((folder, error.problems))
+            else:
+                chosen = folder
+                break
+        if damaged and chosen is None:
+            raise InputError(_none_is_good(self.folder, damaged))
+        if damaged:
+            self._on_main(lambda: self._set_aside(damaged))
+        if given is not None and chosen != given:
+            self._report(f"{chosen} goes on from {given}: resuming that")
+        return chosen
 
-    def _find_resume(self) -> Path | None:
+    def _candidates(self) -> tuple[list[Path], Path | None]:
+        """Checkpoints to resume from, best first, and what to take if none of them is good."""
         resume = self.config.resume
-        if resume not in ("auto", "never"):
+        folders = storage.committed_folders(self.folder)
+        if resume == "auto":
+            return folders, None
+        if resume != "never":
             storage.read_manifest(Path(resume))
-            return Path(resume).resolve()
-        newest = self._latest()
-        if resume == "never" and newest is not None:
+            given = Path(resume).resolve()
+            return [folder for folder in folders if _resumed_from(folder) == str(given)], given
+        if folders:
             raise InputError(
                 Problem(
                     "",
                     "checkpoint.resume",
-                    f'"never", but {newest} is there',
+                    f'"never", but {folders[0]} is there',
                     "a run folder without checkpoints",
                     "go on from it with --checkpoint.resume auto, or start another run folder with --run.name NAME",
                 )
             )
-        return newest
+        return [], None
+
+    def _set_aside(self, damaged: Sequence[tuple[Path, Sequence[Problem]]]) -> None:
+        for folder, problems in damaged:
+            for problem in problems:
+                self._report(f"DAMAGED CHECKPOINT: {replace(problem, fix='')}")
+            self._report(storage.set_aside(folder, storage.DAMAGED))
 
     # ---- loading
 
@@ -282,21 +354,27 @@ class CheckpointManager:
     def load(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Fill `tensors` in place from the checkpoint at `path`, saved under whatever layout. Returns its manifest.
 
-        The ranks' keys together must be exactly the checkpoint's, with its shapes and dtypes, and every file must
-        have its size; this is found out before anything is read. Raises InputError; CheckpointError if reading fails.
+        The ranks' keys together must be exactly the checkpoint's, with its shapes and dtypes, and every byte must be
+        what was written; this is found out before any tensor is touched. Raises InputError (DamagedError, if it is
+        damaged); CheckpointError if reading fails.
         """
         self.finish()
         path = Path(path)
         mine = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        if path != self._verified:
+            self._verify(path)
+        self._verified = None  # it was true a moment ago
         wanted = self._channel.gather(mine)
 
         def check() -> dict[str, Any]:
             manifest = storage.read_manifest(path)
-            storage.verify_files(path, manifest)
-            saved = dcp.saved_tensors(dcp.read_metadata(path))
+            metadata = dcp.read_metadata(path)
+            saved = dcp.saved_tensors(metadata)
             problems = _differences(path, saved, {key: value for part in wanted or [] for key, value in part.items()})
             if problems:
                 raise InputError(problems)
+            if unknown := dcp.tensor_files(metadata) - manifest["files"].keys():
+                raise CheckpointError(f"{path}: its manifest does not know {', '.join(sorted(unknown)[:5])}")
             return manifest
 
         manifest = self._on_main(check)
@@ -305,21 +383,49 @@ class CheckpointManager:
             self._step_on_disk = manifest["step"]
         return manifest
 
+    def _verify(self, folder: Path) -> None:
+        """Read every file of a committed checkpoint, each rank its share. Raises DamagedError that names bad files."""
+        start = time.perf_counter()
+
+        def look() -> dict[str, FileRecord]:
+            manifest = storage.read_manifest(folder)
+            storage.check_sizes(folder, manifest)
+            return storage.records(manifest)
+
+        files = self._on_main(look)
+
+        def read() -> list[Problem]:
+            mine = {name: files[name] for name in storage.share(files, self._channel.rank, self._channel.size)}
+            storage.wait_for_files(folder, {name: record.bytes for name, record in mine.items()})
+            found = [storage.wrong_with(folder, name, record) for name, record in mine.items()]
+            return [problem for problem in found if problem]
+
+        found = dcp.agree(self._channel, f"reading {folder}", read)
+        problems = [problem for part in self._channel.all_gather(found) for problem in part]
+        if problems:
+            raise DamagedError(problems)
+        self._verified = folder
+        without = sum(record.checksum is None for record in files.values())
+        if without:
+            self._report(f"warning: {folder} has no checksums of {without} files: only their sizes were compared")
+        size, seconds = sum(record.bytes for record in files.values()), time.perf_counter() - start
+        self._report(f"verified {folder.name} ({size / 1e6:,.1f} MB in {seconds:.2f} s)")
+
     def _on_main(self, work: Callable[[], T]) -> T:
         """The main rank's result of `work`, or its error, on all ranks."""
         value: Any = None
-        problems: tuple[Problem, ...] = ()
+        kind, problems = InputError, cast(tuple[Problem, ...], ())
         failure: str | None = None
         if self._ranks.is_main:
             try:
                 value = work()
             except InputError as error:
-                problems = error.problems
+                kind, problems = type(error), error.problems
             except Exception as error:
                 failure = dcp.describe(error)
-        value, problems, failure = self._ranks.broadcast_object((value, problems, failure))
+        value, kind, problems, failure = self._ranks.broadcast_object((value, kind, problems, failure))
         if problems:
-            raise InputError(problems)
+            raise kind(problems)
         if failure:
             raise CheckpointError(failure)
         return cast(T, value)
@@ -333,6 +439,21 @@ def _done(work: Callable[[], T]) -> Future[T]:
     except Exception as error:
         future.set_exception(error)
     return future
+
+
+def _resumed_from(folder: Path) -> str | None:
+    """The checkpoint outside of the run's own that a checkpoint's run was told to start from, if it was."""
+    try:
+        return storage.read_manifest(folder)["train_state"].get("resumed_from")
+    except InputError:
+        return None
+
+
+def _none_is_good(checkpoints: Path, damaged: Sequence[tuple[Path, Sequence[Problem]]]) -> list[Problem]:
+    fix = "repair or move these folders away, or start another run folder with --run.name NAME"
+    allowed = "a usable checkpoint, or none: starting anew would throw this run's progress away"
+    first = Problem("", str(checkpoints), "only checkpoints that cannot be used", allowed, fix)
+    return [first, *(replace(problem, fix="") for _, problems in damaged for problem in problems)]
 
 
 def _differences(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:

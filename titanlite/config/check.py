@@ -7,6 +7,7 @@ all of it at once.
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from titanlite.config.layout import (
     plan_batch,
     plan_pipeline,
     resolve_layout,
+    resolve_zero_stage,
     shards_are_found,
 )
 from titanlite.config.load import Loaded
@@ -94,7 +96,7 @@ def _stages(loaded: Loaded) -> list[Problem]:
     return []
 
 
-def _schedule_limits(loaded: Loaded) -> list[Problem]:
+def _pipeline_schedule(loaded: Loaded) -> list[Problem]:
     parallelism = loaded.config.parallelism
     if parallelism.pp == 1:
         return []
@@ -113,12 +115,36 @@ def _schedule_limits(loaded: Loaded) -> list[Problem]:
         fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
         problems.append(_problem(loaded, "compile.enable", allowed, fix))
     sharers = [name for name in ("tp", "cp", "ep") if getattr(parallelism, name) > 1]
-    if loaded.config.activation_checkpoint.mode == "full" and sharers:
+    recomputation = loaded.config.activation_checkpoint
+    fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+    if recomputation.mode != "none" and sharers:
         allowed = f'"none" with {schedule} and {" and ".join(sharers)}: in the second part of backward each rank '
         allowed += "recomputes in an order of its own, and the ranks would wait for each other forever"
-        fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+        problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
+    elif recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
+        allowed = f'"none", "full", or a number as selective_ac_option, with {schedule}: its backward in two parts '
+        allowed += "recomputes a block twice, and what is kept can be used once"
         problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
     return problems
+
+
+def _recomputation(loaded: Loaded) -> list[Problem]:
+    config, option = loaded.config, loaded.config.activation_checkpoint.selective_ac_option
+    key = "activation_checkpoint.selective_ac_option"
+    number = int(option[:20]) if option.isascii() and option.isdigit() else 0
+    if option != "op" and not 1 <= number <= config.model.n_layers:
+        allowed = f'"op", or a number from "1" to "{config.model.n_layers}" (model.n_layers)'
+        return [_problem(loaded, key, allowed, '"2" recomputes every second block')] if option else []
+    if config.activation_checkpoint.mode != "selective" or option != "op":
+        return []
+    inside = "tp" if config.parallelism.tp > 1 else "experts" if config.model.moe.n_experts else ""
+    if config.compile.enable and inside:
+        allowed = f'"none", "full", or a number as selective_ac_option, with compile and {inside}: compiled code there '
+        allowed += "hides the operators to choose from"
+        return [
+            _problem(loaded, "activation_checkpoint.mode", allowed, 'set selective_ac_option to "2", or mode to "full"')
+        ]
+    return []
 
 
 def _empty_texts(loaded: Loaded) -> list[Problem]:
@@ -179,7 +205,7 @@ def _near_multiples(n: int, step: int) -> str:
     return f"{below} or {above}" if below else "one, such as model.ffn_dim / model.moe.top_k" if n == 0 else f"{above}"
 
 
-def _schedule(loaded: Loaded) -> list[Problem]:
+def _lr_schedule(loaded: Loaded) -> list[Problem]:
     schedule = loaded.config.lr_scheduler
     if schedule.warmup_steps <= schedule.total_steps:
         return []
@@ -249,6 +275,8 @@ def _context_parallel(loaded: Loaded) -> list[Problem]:
     chunks, length = 2 * parallelism.cp * parallelism.tp, config.training.seq_len
     if length % chunks:
         allowed = f"a multiple of 2 x cp x tp = {chunks}: every cp rank holds two chunks of each sequence"
+        if parallelism.tp > 1:
+            allowed += ", and its part is cut over tp"
         below, above = length // chunks * chunks, -(-length // chunks) * chunks
         fix = f"set it to {f'{below} or {above}' if below else above}, or change parallelism.cp"
         problems.append(_problem(loaded, "training.seq_len", allowed, fix))
@@ -317,12 +345,13 @@ RULES: tuple[Rule, ...] = (
     _expert_parallel,
     _tensor_parallel,
     _stages,
-    _schedule_limits,
+    _pipeline_schedule,
+    _recomputation,
     _empty_texts,
     _heads,
     _rope_scaling,
     _experts,
-    _schedule,
+    _lr_schedule,
     _tokenizer,
     _sources,
     _validation,
@@ -355,7 +384,9 @@ def file_problems(loaded: Loaded) -> list[Problem]:
                 problems += _input(loaded, f"data.sources.{i}.{name}", path)
     if config.tokenizer.path and config.tokenizer.path != EMBEDDED:
         problems += _input(loaded, "tokenizer.path", config.tokenizer.path)
-    for key, folder in (("run.output_dir", run_folder(loaded)), ("data.cache_dir", Path(config.data.cache_dir))):
+    run = run_folder(loaded)
+    written = [("run.output_dir", run / "checkpoints" if config.checkpoint.enable else run)]
+    for key, folder in (*written, ("data.cache_dir", Path(config.data.cache_dir))):
         obstacle = _cannot_write(folder)
         if obstacle and str(folder) not in ("", "."):
             problems.append(_problem(loaded, key, "a folder that can be made and written", obstacle))
@@ -437,11 +468,15 @@ def _resume(loaded: Loaded) -> list[Problem]:
 def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
-    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded) + _mask_warnings(loaded)
+    found = _embedded(loaded) + _switched_off(loaded) + _lr_warnings(loaded) + _mask_warnings(loaded)
+    found += _checkpoint_warnings(loaded)
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
     found += _expert_warnings(loaded)
+    option = "activation_checkpoint.selective_ac_option"
+    if config.activation_checkpoint.mode != "selective" and option in _chosen(loaded, "activation_checkpoint"):
+        found.append(f'{option}: ignored while activation_checkpoint.mode is not "selective".')
     world = world_size if world_size is not None else fixed_world_size(config.parallelism)
     try:
         layout = resolve_layout(config.parallelism, world) if world else None
@@ -495,7 +530,28 @@ def _switched_off(loaded: Loaded) -> list[str]:
     return found
 
 
-def _schedule_warnings(loaded: Loaded) -> list[str]:
+def _checkpoint_warnings(loaded: Loaded) -> list[str]:
+    checkpoint = loaded.config.checkpoint
+    folder = run_folder(loaded) / "checkpoints"
+    if not checkpoint.enable:
+        if not any(folder.glob("step-*/manifest.json")):
+            return []
+        return [
+            f"checkpoint.enable is false: what is in {folder} is not gone on from. The run starts anew, and the "
+            "metrics of the earlier one are set aside."
+        ]
+    if checkpoint.keep_every and checkpoint.keep_latest_k == 0:
+        return ["checkpoint.keep_every: ignored while checkpoint.keep_latest_k is 0, which keeps all checkpoints."]
+    if checkpoint.keep_every % checkpoint.interval:
+        kept = math.lcm(checkpoint.keep_every, checkpoint.interval)
+        return [
+            f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.interval = "
+            f"{checkpoint.interval}: only every {kept}th step is both saved and kept for good."
+        ]
+    return []
+
+
+def _lr_warnings(loaded: Loaded) -> list[str]:
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
     found = []
     left = schedule.total_steps - schedule.warmup_steps
@@ -541,14 +597,34 @@ def _mask_warnings(loaded: Loaded) -> list[str]:
     ]
 
 
+def _reduce_warnings(loaded: Loaded, layout: Layout) -> list[str]:
+    """Where a narrow dtype of reduction does nothing, or nothing good."""
+    key = "training.mixed_precision_reduce"
+    if layout.world_size == 1:
+        return [f"{key}: ignored, one process sums nothing over ranks."]
+    if layout.uses_ddp or layout.fsdp > 1:
+        return []
+    if layout.pp > 1 or resolve_zero_stage(loaded.config.parallelism, layout) == 1:
+        why = "a pipeline" if layout.pp > 1 else "zero_stage 1"
+        return [f"{key}: ignored, under {why} it is the dtype of sums over dp_shard x cp, which is 1, alone."]
+    if layout.dp_replicate == 1:
+        return [f"{key}: rounds gradients and sends nothing in it, as dp_replicate x dp_shard x cp is 1."]
+    return []
+
+
 def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
     config = loaded.config
     found = []
     if config.parallelism.zero_stage != "auto" and (layout.uses_ddp or layout.world_size == 1):
         why = "whole replicas (dp_replicate alone)" if layout.uses_ddp else "one process"
         found.append(f"parallelism.zero_stage = {config.parallelism.zero_stage}: ignored, {why} shards nothing.")
-    if config.training.mixed_precision_reduce != "float32" and layout.world_size == 1:
-        found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
+    elif config.parallelism.zero_stage != "auto" and layout.fsdp == 1:
+        found.append(
+            f"parallelism.zero_stage = {config.parallelism.zero_stage}: shards nothing while dp_shard x cp is 1; it "
+            "only says when weights in another dtype are freed and gradients are reduced."
+        )
+    if config.training.mixed_precision_reduce != "float32":
+        found += _reduce_warnings(loaded, layout)
     if layout.cp == 1 and config.parallelism.cp_method != "ring":
         found.append("parallelism.cp_method: ignored while parallelism.cp is 1.")
     pp_keys = ("pp_schedule", "pp_microbatches", "pp_layers_per_stage")
@@ -561,7 +637,8 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
     except InputError:
         return found
     if pipeline is not None and pipeline.schedule in ("GPipe", "LoopedBFS") and config.training.loss_chunk_tokens:
-        held = plan.microbatches * config.model.padded_vocab_size * config.model.dim * 4
+        rows = -(-config.model.padded_vocab_size // layout.tp)
+        held = plan.microbatches * rows * config.model.dim * 4
         if held >= 2**30:
             found.append(
                 f"parallelism.pp_schedule = {pipeline.schedule} keeps the output matrix's gradient of each of "

@@ -14,6 +14,8 @@ from math import gcd
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
 
+MOST_RANKS = 2**17  # checks go through all ranks' pieces of a dimension
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -67,7 +69,7 @@ class Layout:
     @property
     def uses_ddp(self) -> bool:
         """Whole replicas and nothing else."""
-        return self.dp_replicate > 1 and self.world_size == self.dp_replicate and self.ep == 1
+        return self.dp_replicate > 1 and self.world_size == self.dp_replicate
 
 
 def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
@@ -78,7 +80,7 @@ def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
 
 
 def fewest_processes(parallelism: ParallelismConfig) -> int:
-    """The smallest world that dp_shard = -1 fits: the other degrees, and ep ranks to share the experts."""
+    """The smallest world that dp_shard = -1 fits, as it fits every multiple: the other degrees, and ranks for ep."""
     sharing = parallelism.cp * parallelism.tp
     return _fixed_degrees(parallelism) * (parallelism.ep // gcd(parallelism.ep, sharing))
 
@@ -87,6 +89,10 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     """The layout of these degrees in a world of so many ranks. Raises InputError when they do not fit it."""
     degrees = _fixed_degrees(parallelism)
     dp_shard = parallelism.dp_shard
+    if world_size > MOST_RANKS:
+        raise InputError(
+            Problem("", "parallelism", f"{world_size} processes", f"at most {MOST_RANKS}", "lower a degree")
+        )
     if dp_shard == 0:
         fix = "-1 takes what the other degrees leave of the world"
         raise InputError(Problem("", "parallelism.dp_shard", "0", "-1, or an integer > 0", fix))
@@ -172,14 +178,17 @@ class PipelinePlan:
     def ideal_bubble(self, microbatches: int) -> float:
         """Share of a run in which a rank idles if all stages cost the same and sending costs nothing.
 
-        With v stages a rank: (K - 1) / (v M + K - 1), Narayanan et al. 2021; zero-bubble schedules fill it with the
-        gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward (Qi et al. 2023, ZB-H1),
-        and nothing in a V (2024).
+        With v stages a rank and M >= K: (K - 1) / (v M + K - 1), Narayanan et al. 2021; with fewer microbatches a rank
+        also waits for the first to come around, before each of its stages but the first. A backward in two parts fills
+        idle time with the gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward, from
+        M >= K microbatches on (Qi et al. 2023, ZB-H1), in a V from 2 K on; with fewer a rank idles longer than that.
         """
-        if self.schedule in V_SHAPED:
-            return 0.0
-        work = len(self.layers) // self.pp * microbatches * (3 if self.schedule in SPLIT_BACKWARD else 1)
-        return (self.pp - 1) / (work + self.pp - 1)
+        K, M = self.pp, microbatches
+        v = len(self.layers) // K
+        if self.schedule in SPLIT_BACKWARD:
+            return (K - 1) / (3 * v * M + K - 1)
+        span = M + K - 1 + (v - 1) * max(M, K)
+        return (span - v * M) / span
 
 
 def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig) -> PipelinePlan | None:
@@ -293,7 +302,9 @@ def _schedule_run(training: TrainingConfig, pipeline: PipelinePlan, share: int) 
         fix = "change it, or remove it: microbatches are then single samples"
         raise InputError(Problem("", key, str(count), pipeline.limit, fix))
     if count and share % count:
-        fix = f"set it to {_or_nearest(divisors(share), count)}, or change training.global_batch_size"
+        possible = _or_nearest([n for n in divisors(share) if pipeline.accepts(n)], count)
+        fix = f"set it to {possible}, or change" if possible else "change it or"
+        fix += " training.global_batch_size"
         raise InputError(Problem("", key, str(count), f"a divisor of a rank's {share} samples of a step", fix))
     fitting = [n for n in divisors(share) if (n % count == 0 if count else pipeline.accepts(n))]
     if not fitting:

@@ -48,6 +48,9 @@ _SCALARS = {
     "router_entropy": "experts/router_entropy",
     "aux_loss": "experts/aux_loss",
     "z_loss": "experts/z_loss",
+    "checkpoint_stall_seconds": "checkpoint/stall_seconds",
+    "checkpoint_seconds": "checkpoint/seconds",
+    "checkpoint_checksum_share": "checkpoint/checksum_share",
 }
 
 
@@ -79,7 +82,9 @@ class MetricsLogger:
         self._console = console or Console(highlight=False, soft_wrap=True)
         run_folder = Path(run_folder)
         run_folder.mkdir(parents=True, exist_ok=True)
-        keep_rows(run_folder / JSONL, resumed_step)
+        aside = keep_rows(run_folder / JSONL, resumed_step)
+        if aside is not None:
+            self.message(f"this run starts anew: the metrics of an earlier one are now in {aside}")
         self._jsonl = open(run_folder / JSONL, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -154,20 +159,18 @@ _COLUMNS: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-def keep_rows(path: Path, resumed_step: int) -> None:
+def keep_rows(path: Path, resumed_step: int) -> Path | None:
     """Drop the rows of metrics.jsonl that the resumed run will write again: those after `resumed_step`.
 
     What is no row is dropped too (the half-written last line of a killed run). Atomic; no change, no write. A run that
-    starts anew (0) sets an earlier one's file aside, as metrics.superseded-k.jsonl.
+    starts anew (0) sets an earlier one's file aside, as metrics.superseded-k.jsonl, and its path is returned.
     """
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
-        return
+        return None
     if resumed_step == 0:
-        if text:
-            move_aside(path, "superseded")
-        return
+        return move_aside(path, "superseded") if text else None
     kept: list[str] = []
     last = -1
     for line in text.split("\n"):
@@ -175,9 +178,9 @@ def keep_rows(path: Path, resumed_step: int) -> None:
         if step is not None and last < step <= resumed_step:
             kept.append(line + "\n")
             last = step
-    if "".join(kept) == text:
-        return
-    write_atomically(path, "".join(kept).encode())
+    if "".join(kept) != text:
+        write_atomically(path, "".join(kept).encode())
+    return None
 
 
 def _step_of(line: str) -> int | None:

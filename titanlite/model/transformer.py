@@ -132,7 +132,8 @@ class Transformer(nn.Module):
         labels: [B, S] int64, -100 ignored. Given: returns the fp32 scalar sum of the cross-entropies of the others.
         positions: [S] or [B, S] int, default 0..S-1; they turn the rotary angles only, attention goes by row order.
         documents: [B, S] int, the document of its row that each token is in. Given: attention stays within documents.
-        Returns logits [B, S, vocab_size] without labels, hidden states [B, S, dim] without a head.
+        Returns logits [B, S, vocab_size] without labels, hidden states [B, S, dim] without a head. Raises ValueError
+        when labels are given and the head is absent.
         """
         if labels is not None and not self.has_head:
             raise ValueError("labels were given to a stage without head; give them to the last stage")

@@ -1,8 +1,8 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
 Pipeline split -> build on meta -> tensor parallelism -> expert parallelism -> context parallelism -> activation
-checkpointing -> compile per block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it
-comes after materialising.
+checkpointing -> compile per block -> FSDP -> materialise -> initial weights. Under tensor parallelism and with experts
+compile comes before checkpointing. DDP cannot wrap meta tensors: there it comes after materialising.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token cross-entropies of one batch, float32 scalar on the device. Collective under FSDP."""
+        """Sum of the token cross-entropies of one batch, scalar on the device: float32, float64 under a pipeline.
+        Collective under FSDP and under a pipeline."""
         loss = self.module(**self._inputs(batch))
         self._strategy.release()
         return loss
@@ -125,9 +126,10 @@ class ParallelModel:
         self.expert_loads = loads
         return self.balance.metrics(loads, sums)
 
-    def metrics(self) -> dict[str, float]:
-        """What this form of parallelism adds to a row of metrics; the host may wait for the device. Collective."""
-        return {}
+    def metrics(self) -> Callable[[], dict[str, float]]:
+        """What this form of parallelism adds to the row of the step just launched, to be read later, also when another
+        step runs. Reading it is collective, and the host may wait for the device."""
+        return dict
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's arguments, on the device."""
@@ -149,6 +151,11 @@ class PipelinedModel(ParallelModel):
         self._pipeline = pipeline
         self.balance = stages[0].balance.with_layers_of(stage.balance for stage in stages)
         self.expert_loads, _ = self.balance.take()
+        self._stages = list(stages)
+
+    def release(self) -> None:
+        for stage in self._stages:
+            stage.release()
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """As without a pipeline. The loss is the same on all ranks of the pp axis, each of which has the batches."""
@@ -157,12 +164,13 @@ class PipelinedModel(ParallelModel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
+        """As without a pipeline; the same on all ranks of the pp axis."""
         return self._pipeline.evaluate(self._inputs(batch))
 
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
         return gradients.finish(self._pipeline.counted, tokens, max_norm, self._pipeline.group)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Callable[[], dict[str, float]]:
         return self._pipeline.bubble()
 
 
@@ -208,7 +216,7 @@ def parallelize(
         # what a compiled block leaves out, as it does experts, must not be where it recomputes.
         for block in blocks:
             block.forward = torch.compile(block.forward)
-    apply_activation_checkpoint(blocks, activation_checkpoint)
+    apply_activation_checkpoint(model.layers, activation_checkpoint, ranks.layout.tp > 1)
     if compile_config.enable and not compile_first:
         _compile(blocks)
 
@@ -236,14 +244,19 @@ def _pipeline(
     """This rank's stages, each laid out by lay_out(part=...), and the pipeline that runs them. Collective."""
     parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
     stages = {index: lay_out(part=part) for index, part in parts.items()}
+    batch, layout = plan_batch(training, ranks.layout, plan), ranks.layout
+    rows, length = batch.local_batch_size // batch.microbatches, training.seq_len // layout.cp
+    shape = rows, length // layout.tp, model_config.dim
+    dtype = DTYPES[training.mixed_precision_param]
     pipeline = Pipeline(
         plan,
-        plan_batch(training, ranks.layout, plan).microbatches,
+        batch.microbatches,
         [StageModel(index, stage.module, stage.parameters, stage.release) for index, stage in stages.items()],
         ranks.meshes,
         ranks.device,
         tied=model_config.tie_word_embeddings,
-        hidden=(ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
+        tokens=torch.empty(rows, length, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),
     )
     return PipelinedModel(pipeline, list(stages.values()), ranks.device, ranks.meshes)
 

@@ -32,7 +32,8 @@ from titanlite.model.transformer import Block, Head, Transformer
 from titanlite.parallel import collectives
 from titanlite.parallel.mesh import Meshes
 
-ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()  # of a weight [out, in]
+# Of a weight [out, in]: its rows make Megatron's column-parallel layer, its columns the row-parallel one.
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 
 
 def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfig) -> None:
@@ -194,6 +195,21 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
+@torch.library.custom_op("titanlite::scatter_sequence", mutates_args=())
+def _scatter_op(x: Tensor, group_name: str) -> Tensor:
+    """An operator, so that selective recomputation can keep what it returns."""
+    return collectives.scatter_sequence(x, collectives.group_named(group_name))
+
+
+@_scatter_op.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    size = collectives.group_named(group_name).size()
+    return x.new_empty((x.shape[0], x.shape[1] // size, *x.shape[2:]))
+
+
+SCATTER_SEQUENCE = torch.ops.titanlite.scatter_sequence.default
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -209,7 +225,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return collectives.scatter_sequence(x, group)
+        return _scatter_op(x, group.group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -1,11 +1,9 @@
-"""What a run of the trainer did, and how far it is from another one that should have done the same.
-
-Promise 1: initial weights, samples, losses, norms and gradients are those of one process, whatever the layout.
-"""
+"""What a run of the trainer did, and how far it is from another one that should have done the same."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +18,7 @@ from titanlite.data.loader import Batch
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
 from titanlite.trainer import PendingStep, Trainer
-
-LOSS_TOLERANCE = 1e-6  # relative, every step
-NORM_TOLERANCE = 1e-5  # relative, every step
-GRADIENT_TOLERANCE = 1e-5  # of each parameter's largest, step 1
+from titanlite.verify.promise import CAUSES, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Deviation
 
 
 @dataclass
@@ -44,7 +39,8 @@ class Record:
     sample_ids: list[list[int]] = dataclasses.field(default_factory=list)
     tokens: list[Tensor] = dataclasses.field(default_factory=list)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # step 1, as the optimizer applied them
-    expert_loads: list[Tensor] = dataclasses.field(default_factory=list)
+    expert_loads: list[Tensor] = dataclasses.field(default_factory=list)  # int64 [n_layers, E]; none without experts
+    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # after the last step, where they are kept
 
 
 class Recorder(Trainer):
@@ -69,7 +65,7 @@ class Recorder(Trainer):
         self.record.tokens.append(torch.cat([batch["tokens"] for batch in microbatches]))
         super().train_step(microbatches)
         if self.config.model.moe.n_experts:
-            self.record.expert_loads.append(self.model.expert_loads.cpu())
+            self.record.expert_loads.append(self.model.expert_loads.cpu().clone())
 
     def validate(self) -> dict[str, float]:
         result = super().validate()
@@ -83,70 +79,76 @@ class Recorder(Trainer):
         super()._report(done, validate)
 
 
-def deviations(records: Sequence[Record], reference: Record) -> list[str]:
-    """All that differs by more than the promise allows; empty when the layout changed nothing."""
+def deviations(records: Sequence[Record], reference: Record) -> list[Deviation]:
+    """All that differs by more than the promise allows, causes first; empty when the layout changed nothing."""
     found = []
+
+    def add(what: str, step: int, text: str) -> None:
+        found.append(Deviation(what, step, text))
+
+    def series(
+        what: str, name: str, mine: Sequence[float], other: Sequence[float], tolerance: float, step: int = 0
+    ) -> None:
+        """step: that of all values; 0: their number in the series."""
+        for number, (a, b) in enumerate(zip(mine, other, strict=False), start=1):
+            if not abs(a - b) <= tolerance * abs(b):
+                return add(what, step or number, f"{name} {number}: {a!r}, not {b!r}")
+        if len(mine) != len(other):
+            add(what, step or min(len(mine), len(other)) + 1, f"{name}: {len(mine)} values, not {len(other)}")
+
     for rank, record in enumerate(records):
         if record.init_hash != reference.init_hash:
-            found.append(f"rank {rank}: initial weights {record.init_hash[:8]}, not {reference.init_hash[:8]}")
-        found += _series(f"rank {rank}: loss", record.losses, reference.losses, LOSS_TOLERANCE)
-        found += _series(f"rank {rank}: norm", record.norms, reference.norms, NORM_TOLERANCE)
-        found += _series(f"rank {rank}: lr", record.lrs, reference.lrs, 0.0)
+            text = f"rank {rank}: initial weights {record.init_hash[:8]}, not {reference.init_hash[:8]}"
+            add("initial weights", 0, text)
+        for text in _samples(rank, record, reference):
+            add("samples", 0, text)
+        series("loss", f"rank {rank}: loss", record.losses, reference.losses, LOSS_TOLERANCE)
+        series("norm", f"rank {rank}: norm", record.norms, reference.norms, NORM_TOLERANCE)
+        series("lr", f"rank {rank}: lr", record.lrs, reference.lrs, 0.0)
         for key in ("validation_loss", "validation_bits_per_byte"):
             mine, other = ([result[key] for result in r.validation] for r in (record, reference))
-            found += _series(f"rank {rank}: {key}", mine, other, LOSS_TOLERANCE)
-        error, name = largest_error(record.gradients, reference.gradients)
+            series("validation", f"rank {rank}: {key}", mine, other, LOSS_TOLERANCE, step=len(reference.losses))
+        error, name = largest(errors(record.gradients, reference.gradients))
         if not error <= GRADIENT_TOLERANCE:
-            found.append(f"rank {rank}: gradient of {name} off by {error:.2e}")
-        found += _samples(rank, record, reference)
-        found += _flips(rank, record, reference)
+            add("gradient", 1, f"rank {rank}: gradient of {name} off by {error:.2e}")
+        for step, moved in flips(record, reference)[:1]:
+            add("expert choices", step, f"rank {rank}: {moved} of step {step}'s choices of experts differ")
     if {record.data_rank for record in records} != set(range(records[0].data_size)):
-        found.append("some part of the samples is nobody's")
-    return found
+        add("samples", 0, "some part of the samples is nobody's")
+    return sorted(found, key=lambda deviation: (deviation.step, CAUSES.index(deviation.what)))
+
+
+def flips(record: Record, reference: Record) -> list[tuple[int, int]]:
+    """The steps, from 1, in which tokens went to other experts, and at least how many times they did."""
+    pairs = zip(record.expert_loads, reference.expert_loads, strict=False)  # a run that ended early has fewer
+    moved = {step: int((mine - other).abs().sum()) for step, (mine, other) in enumerate(pairs, start=1)}
+    return [(step, -(-count // 2)) for step, count in moved.items() if count]
+
+
+def worst(records: Sequence[Record], reference: Record) -> dict[str, float]:
+    """The largest deviations, to be written down: relative loss and norm, gradients by their parameter's largest."""
+    return {
+        "loss": max(largest_of_series(record.losses, reference.losses) for record in records),
+        "norm": max(largest_of_series(record.norms, reference.norms) for record in records),
+        "gradient": max(largest_error(record.gradients, reference.gradients)[0] for record in records),
+    }
+
+
+def largest_of_series(mine: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference of two series' values; infinite when one is longer."""
+    if len(mine) != len(other):
+        return math.inf
+    return max(relative(abs(a - b), abs(b)) for a, b in zip(mine, other, strict=True))
 
 
 def _samples(rank: int, record: Record, reference: Record) -> list[str]:
     """Whether a rank has its part of every step's samples; ranks of one data rank (tp, pp, cp) have the same."""
-    for step, ids in enumerate(reference.sample_ids):
+    for step, ids in enumerate(reference.sample_ids[: len(record.sample_ids)]):
         share = len(ids) // record.data_size
         part = slice(record.data_rank * share, (record.data_rank + 1) * share)
         mine = record.sample_ids[step]
         if mine != ids[part] or not torch.equal(record.tokens[step], reference.tokens[step][part]):
             return [f"rank {rank}, step {step + 1}: samples {mine[:8]}…, not {ids[part][:8]}…, or other tokens in them"]
-    return []
-
-
-def _flips(rank: int, record: Record, reference: Record) -> list[str]:
-    """The first step in which tokens went to other experts: one that stood between two is enough to change a run."""
-    if len(record.expert_loads) != len(reference.expert_loads):
-        return [f"rank {rank}: expert loads of {len(record.expert_loads)} steps, not {len(reference.expert_loads)}"]
-    for step, (mine, other) in enumerate(zip(record.expert_loads, reference.expert_loads, strict=True), start=1):
-        moved = (mine - other).abs().sum(dim=1)
-        if moved.any():
-            where = {layer: int(n) for layer, n in enumerate(moved.tolist()) if n}
-            return [f"rank {rank}, step {step}: loads of experts differ, by layer: {where} (a flipped choice makes 2)"]
-    return []
-
-
-def worst(records: Sequence[Record], reference: Record) -> dict[str, float]:
-    """The largest deviations, to be written down: relative loss and norm, gradients by their parameter's largest."""
-
-    def relative(mine: Sequence[float], other: Sequence[float]) -> float:
-        return max(abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True))
-
-    return {
-        "loss": max(relative(record.losses, reference.losses) for record in records),
-        "norm": max(relative(record.norms, reference.norms) for record in records),
-        "gradient": max(largest_error(record.gradients, reference.gradients)[0] for record in records),
-    }
-
-
-def _series(what: str, mine: Sequence[float], other: Sequence[float], tolerance: float) -> list[str]:
-    if len(mine) != len(other):
-        return [f"{what}: {len(mine)} values, not {len(other)}"]
-    for step, (a, b) in enumerate(zip(mine, other, strict=True), start=1):
-        if not abs(a - b) <= tolerance * abs(b):
-            return [f"{what} {step}: {a!r}, not {b!r}"]
     return []
 
 
@@ -172,15 +174,37 @@ def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
+def errors(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """Largest difference of each tensor, relative to the reference's largest; infinite where there is none to compare.
+
+    A reference of zeros must be zeros.
+    """
+    found = dict.fromkeys(tensors.keys() | reference.keys(), math.inf)
+    for name in tensors.keys() & reference.keys():
+        mine, other = tensors[name], reference[name]
+        if mine.shape == other.shape:
+            difference, size = (mine - other).abs().max().item(), other.abs().max().item()
+            found[name] = relative(difference, size)
+    return found
+
+
+def relative(difference: float, size: float) -> float:
+    """difference / size, neither below 0: 0 when there is no difference, infinite when it is NaN or the size is 0."""
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference / size) else math.inf
+
+
+def largest(errors: Mapping[str, float]) -> tuple[float, str]:
+    """The largest error, and whose it is: the first by name of equal ones."""
+    name = max(sorted(errors), key=lambda name: errors[name])
+    return errors[name], name
+
+
 def largest_error(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Largest difference of any gradient, relative to its parameter's largest, and whose it is."""
+    """largest(errors(...)), of gradients that must all be there and not zero."""
     assert grads.keys() == reference.keys(), f"other parameters: {grads.keys() ^ reference.keys()}"
-    errors = {}
     for name, expected in reference.items():
         assert grads[name].shape == expected.shape, f"{name}: {grads[name].shape}, expected {expected.shape}"
-        largest = expected.abs().max().item()
-        assert largest > 0, f"{name} has no gradient to compare"
-        difference = (grads[name] - expected).abs().max().item()
-        errors[name] = difference / largest if difference == difference else float("inf")
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
+        assert expected.any(), f"{name} has no gradient to compare"
+    return largest(errors(grads, reference))

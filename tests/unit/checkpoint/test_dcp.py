@@ -123,6 +123,36 @@ def test_what_is_no_metadata_is_refused(step: Path) -> None:
         assert "not the metadata of a checkpoint" in refused(step, wrong)
     buffer = io.BytesIO()
     torch.save({}, buffer)
-    (step / ".metadata").write_bytes(buffer.getvalue())
-    with pytest.raises(pickle.UnpicklingError):
-        dcp.read_metadata(step)
+    for data in (buffer.getvalue(), b"", b"\x80\x04.", b"garbage"):
+        assert "not the metadata of a checkpoint (" in refused(step, data)
+
+
+@pytest.mark.parametrize("path", ["../step-00000002/__0_0.distcp", "/etc/passwd", ".metadata", "", "__0_0.distcp/"])
+def test_metadata_leads_nowhere_but_to_the_folders_tensor_files(step: Path, path: str) -> None:
+    metadata = dcp.read_metadata(step)
+    next(iter(metadata.storage_data.values())).relative_path = path
+    assert "which is no tensor file of a checkpoint" in refused(step, metadata)
+
+
+def test_transformed_tensors_and_other_places_are_refused(step: Path) -> None:
+    metadata = dcp.read_metadata(step)
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+    assert "(transformed), which is no tensor file" in refused(step, metadata)
+    for wrong in (None, {"a": 1}):
+        metadata.storage_data = wrong
+        assert "not the metadata of a checkpoint" in refused(step, metadata)
+
+
+def test_a_tensor_file_with_a_payload_runs_nothing(step: Path, tmp_path: Path) -> None:
+    """torch.load of what is in the files is restricted, too."""
+    sign = tmp_path / "was-run"
+    metadata = dcp.read_metadata(step)
+    place = next(iter(metadata.storage_data.values()))
+    torch.save(Runs(sign), step / place.relative_path)
+    place.offset, place.length = 0, (step / place.relative_path).stat().st_size
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"(?s)loading .*{os.mkdir.__module__}.mkdir"):
+        dcp.read_tensors(step, tensors(), ObjectChannel(None))
+    assert not sign.exists()
+    torch.load(step / place.relative_path, weights_only=False)
+    assert sign.exists(), "what was refused would have run"

@@ -1,12 +1,15 @@
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from titanlite import files
-from titanlite.checkpoint import storage
+from titanlite.checkpoint import checksum, storage
+from titanlite.checkpoint.checksum import FileRecord
 from titanlite.config.problems import InputError
 
 PARTS: dict[str, Any] = {
@@ -23,7 +26,7 @@ def make(checkpoints: Path, step: int) -> Path:
     folder = storage.step_folder(checkpoints, step)
     (folder / "__0_0.distcp").write_text(f"tensors of {step}")
     (folder / ".metadata").write_text("m")
-    files = {name: os.path.getsize(folder / name) for name in ("__0_0.distcp", ".metadata")}
+    files = {name: checksum.of_file(folder / name) for name in ("__0_0.distcp", ".metadata")}
     storage.commit(folder, storage.make_manifest(step, files, PARTS))
     return folder
 
@@ -39,13 +42,20 @@ def silent(message: str) -> None:
 def test_manifest_format(tmp_path: Path) -> None:
     """The format is final: scripts and later versions read it."""
     manifest = json.loads((make(tmp_path, 50) / "manifest.json").read_text())
-    assert list(manifest) == ["format", "step", "files", "layout", "versions", "config", "train_state", "time"]
+    keys = ["format", "step", "files", "layout", "versions", "config", "train_state", "time", "checksum"]
+    assert list(manifest) == keys
+    own = manifest.pop("checksum")
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    assert own == f"xxh3_128:{xxhash.xxh3_128_hexdigest(canonical)}"
     time = manifest.pop("time")
     assert len(time) == len("2026-01-01T00:00:00+00:00") and time[10] == "T"
     assert manifest == {
         "format": 1,
         "step": 50,
-        "files": {".metadata": {"bytes": 1, "checksum": None}, "__0_0.distcp": {"bytes": 13, "checksum": None}},
+        "files": {
+            ".metadata": {"bytes": 1, "checksum": f"xxh3_128:{xxhash.xxh3_128_hexdigest(b'm')}"},
+            "__0_0.distcp": {"bytes": 13, "checksum": f"xxh3_128:{xxhash.xxh3_128_hexdigest(b'tensors of 50')}"},
+        },
         **PARTS,
     }
     assert storage.read_manifest(tmp_path / "step-00000050")["step"] == 50
@@ -81,13 +91,55 @@ def test_names() -> None:
     ],
 )
 def test_bad_manifest_is_refused(tmp_path: Path, change: Any, says: str) -> None:
+    """One without checksums, as an earlier version wrote it: what it says must still make sense."""
     path = make(tmp_path, 50) / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = without_checksums(path)
+    assert storage.read_manifest(path.parent) == manifest
     change(manifest)
     path.write_text(json.dumps(manifest))
     with pytest.raises(InputError) as error:
         storage.read_manifest(path.parent)
     assert says in str(error.value)
+    # Another format is no damage: whoever wrote it can read it.
+    assert isinstance(error.value, storage.DamagedError) == (says != "format: got 2")
+
+
+def without_checksums(path: Path) -> Any:
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"]
+    for entry in manifest["files"].values():
+        entry["checksum"] = None
+    path.write_text(json.dumps(manifest))
+    return manifest
+
+
+def test_no_flipped_bit_of_a_manifest_changes_what_it_says(tmp_path: Path) -> None:
+    """All of them: each is refused, or is in a place that means nothing."""
+    path = make(tmp_path, 50) / "manifest.json"
+    good, whole = storage.read_manifest(path.parent), path.read_bytes()
+    refused = 0
+    for bit in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        try:
+            assert storage.read_manifest(path.parent) == good, f"bit {bit}"
+        except storage.DamagedError:
+            refused += 1
+    assert refused > 6 * len(whole)
+
+
+def test_a_manifest_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path, 50)
+    for code, damaged in ((errno.EACCES, False), (errno.EIO, True)):
+
+        def fails(path: Path, code: int = code) -> bytes:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch, pytest.raises(InputError, match=os.strerror(code)) as error:
+            patch.setattr(Path, "read_bytes", fails)
+            storage.read_manifest(folder)
+        assert isinstance(error.value, storage.DamagedError) == damaged
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1', "\x00\xff"])
@@ -102,14 +154,59 @@ def test_broken_json_is_uncommitted_and_named(tmp_path: Path, text: str) -> None
 def test_missing_and_wrong_files_are_all_named(tmp_path: Path) -> None:
     folder = make(tmp_path, 1)
     manifest = storage.read_manifest(folder)
-    storage.verify_files(folder, manifest)
+    storage.check_sizes(folder, manifest)
+    assert storage.is_complete(folder)
     with open(folder / "__0_0.distcp", "r+b") as file:
         file.truncate(5)
     (folder / ".metadata").unlink()
-    with pytest.raises(InputError) as error:
-        storage.verify_files(folder, manifest)
+    with pytest.raises(storage.DamagedError) as error:
+        storage.check_sizes(folder, manifest)
     assert "__0_0.distcp: got 5 bytes; allowed: 12 bytes" in str(error.value)
     assert ".metadata: got no such file; allowed: 1 bytes" in str(error.value)
+    assert not storage.is_complete(folder)
+
+
+def test_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    name, path = "__0_0.distcp", folder / "__0_0.distcp"
+    expected = storage.records(storage.read_manifest(folder))[name]
+    assert storage.wrong_with(folder, name, expected) is None
+    path.write_text("tensors of 2")
+    problem = storage.wrong_with(folder, name, expected)
+    assert problem is not None
+    found = f"xxh3_128:{xxhash.xxh3_128_hexdigest(b'tensors of 2')}"
+    assert str(problem).startswith(
+        f"{folder}: {name}: got other content ({found}); allowed: {expected.checksum}, as manifest.json says"
+    )
+    assert storage.wrong_with(folder, name, expected._replace(checksum=None)) is None  # written without: the size only
+    path.unlink()
+    path.mkdir()
+    assert "got no regular file" in str(storage.wrong_with(folder, name, expected))
+
+
+@pytest.mark.parametrize(("code", "damaged"), [(errno.EIO, True), (errno.EACCES, False), (errno.ENOMEM, False)])
+def test_only_what_is_lost_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, damaged: bool) -> None:
+    folder = make(tmp_path, 1)
+    expected = storage.records(storage.read_manifest(folder))[".metadata"]
+
+    def fails(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(storage, "of_file", fails)
+    if damaged:
+        assert os.strerror(code) in str(storage.wrong_with(folder, ".metadata", expected))
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            storage.wrong_with(folder, ".metadata", expected)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+def test_every_file_is_read_by_one_rank_its_own_first(size: int) -> None:
+    names = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
+    shares = [storage.share(names, rank, size) for rank in range(size)]
+    assert sorted(name for share in shares for name in share) == sorted(names)
+    if size >= 4:
+        assert all(f"__{rank}_0.distcp" in shares[rank] for rank in range(4))
 
 
 def test_commit_is_the_last_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +215,17 @@ def test_commit_is_the_last_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     replace = os.replace
     monkeypatch.setattr(files, "fsync_file", lambda file: calls.append("fsync file"))
     for module in (storage, files):
-        monkeypatch.setattr(module, "fsync_folder", lambda folder: calls.append("fsync folder"))
+        monkeypatch.setattr(module, "fsync_folder", lambda folder: calls.append(f"fsync {folder.name}"))
 
     def recorded(source: Path, target: Path) -> None:
         calls.append("rename")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", recorded)
-    storage.commit(tmp_path, storage.make_manifest(1, {".metadata": 0}, PARTS))
-    assert calls == ["fsync folder", "fsync file", "rename", "fsync folder"]
-    assert names(tmp_path) == ["manifest.json"]
+    (tmp_path / "c" / "s").mkdir(parents=True)
+    storage.commit(tmp_path / "c" / "s", storage.make_manifest(1, {".metadata": FileRecord(0, None)}, PARTS))
+    assert calls == ["fsync c", "fsync s", "fsync file", "rename", "fsync s"]
+    assert names(tmp_path / "c" / "s") == ["manifest.json"]
 
 
 def test_leftovers_of_the_same_step_are_replaced_and_committed_ones_kept(tmp_path: Path) -> None:
@@ -178,6 +276,26 @@ def test_retention_counts_committed_ones_and_leaves_the_rest(tmp_path: Path) -> 
     assert len(names(tmp_path / "elsewhere" / "step-00000000")) == 3
     for name in foreign:
         assert names(tmp_path / name) == ["manifest.json"]
+
+
+def test_retention_keeps_every_nth_for_good(tmp_path: Path) -> None:
+    for step in range(2, 14):
+        make(tmp_path, step)
+        storage.retain(tmp_path, step, 2, silent, keep_every=4)
+    assert storage.committed_steps(tmp_path, silent) == [4, 8, 12, 13]
+    make(tmp_path, 14)
+    storage.retain(tmp_path, 14, 1, silent, keep_every=4)
+    assert storage.committed_steps(tmp_path, silent) == [4, 8, 12, 14]
+
+
+def test_retention_does_not_count_what_has_lost_a_file(tmp_path: Path) -> None:
+    """Else it would delete the last good one."""
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    (tmp_path / "step-00000003" / "__0_0.distcp").unlink()
+    os.truncate(tmp_path / "step-00000004" / "__0_0.distcp", 3)
+    storage.retain(tmp_path, 4, 1, silent)
+    assert storage.committed_steps(tmp_path, silent) == [2, 3, 4]
 
 
 def test_retention_zero_keeps_all(tmp_path: Path) -> None:

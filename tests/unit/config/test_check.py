@@ -302,8 +302,38 @@ def test_recomputation_with_a_split_backward_and_shared_blocks_is_refused(make: 
     assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and tp" in problem.allowed
     (problem,) = static_problems(make(*deep, *SIX, zero_bubble, full, "--parallelism.ep=2"), 4)
     assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and ep" in problem.allowed
-    for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp)):
+    second = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
+    (problem,) = static_problems(make(*deep, zero_bubble, *second, tp), 4)
+    assert problem.key == "activation_checkpoint.mode" and "wait for each other forever" in problem.allowed
+    for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp), (zero_bubble, *second), (*second, tp)):
         assert static_problems(make(*deep, *overrides), 2 ** (1 + (tp in overrides))) == [], overrides
+
+
+def test_selective_recomputation_is_refused_where_operators_cannot_be_chosen(make: Make) -> None:
+    """Seen with torch 2.13: "Trying to backward an extra time" under all three schedules, with tp and cp of 1."""
+    selective, deep = "--activation_checkpoint.mode=selective", "--model.n_layers=4"
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        (problem,) = static_problems(make(deep, *PP, f"--parallelism.pp_schedule={name}", selective), 2)
+        assert problem.key == "activation_checkpoint.mode" and f"with {name}: its backward" in problem.allowed
+    assert static_problems(make(deep, *PP, "--parallelism.pp_schedule=Interleaved1F1B", selective), 2) == []
+    tp, compiled = "--parallelism.tp=2", "--compile.enable"
+    (problem,) = static_problems(make(selective, tp, compiled), 2)
+    assert problem.key == "activation_checkpoint.mode" and "compiled code" in problem.allowed
+    second = "--activation_checkpoint.selective_ac_option=2"
+    for overrides in ((selective, tp), (selective, compiled), (selective, second, tp, compiled)):
+        assert static_problems(make("--model.n_layers=2", *overrides), 2) == []
+
+
+def test_which_blocks_selective_recomputation_takes(make: Make) -> None:
+    option = "--activation_checkpoint.selective_ac_option"
+    for value in ("x", "0", "-1", "5", "1.5", "99999999999999999999999", "²"):
+        (problem,) = static_problems(make("--model.n_layers=4", f"{option}={value}"), 1)
+        assert problem.key == option[2:] and '"op", or a number from "1" to "4"' in problem.allowed
+    second = make("--model.n_layers=4", f"{option}=2", "--activation_checkpoint.mode=selective")
+    assert static_problems(second, 1) == [] and warnings(second, 1) == []
+    assert [second.config.activation_checkpoint.of_layer(i) for i in range(4)] == ["none", "full", "none", "full"]
+    (warning,) = warnings(make("--model.n_layers=4", f"{option}=2"), 1)
+    assert warning == f'{option[2:]}: ignored while activation_checkpoint.mode is not "selective".'
 
 
 def test_a_list_of_layers_is_one_of_integers(refused: Callable[..., list[Problem]]) -> None:

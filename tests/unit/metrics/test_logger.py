@@ -182,6 +182,15 @@ def test_a_fresh_start_sets_the_old_rows_aside(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.superseded-2.jsonl").read_text() == lines(0, 20)
 
 
+def test_a_fresh_start_over_old_rows_says_so(run: Run) -> None:
+    run.folder.mkdir()
+    (run.folder / "metrics.jsonl").write_text(lines(0, 10))
+    for _ in range(2):  # the second time there is nothing to set aside
+        run.logger().close()
+    aside = run.folder / "metrics.superseded-1.jsonl"
+    assert run.out.getvalue() == f"this run starts anew: the metrics of an earlier one are now in {aside}\n"
+
+
 def test_rewriting_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(10, 20))

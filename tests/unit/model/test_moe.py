@@ -415,7 +415,7 @@ def test_names_shapes_and_initial_weights() -> None:
 def test_recomputation_changes_neither_gradients_nor_counts() -> None:
     config = moe_config({"aux_loss_coeff": 0.1, "z_loss_coeff": 0.1, "n_shared_experts": 1})
     plain, forgetful = small_model(config), small_model(config)
-    apply_activation_checkpoint(forgetful.layers.values(), ActivationCheckpointConfig(mode="full"))
+    apply_activation_checkpoint(forgetful.layers, ActivationCheckpointConfig(mode="full"))
     tokens, labels = batch(config)
     for model in (plain, forgetful):
         model(tokens, labels).backward()
@@ -424,3 +424,19 @@ def test_recomputation_changes_neither_gradients_nor_counts() -> None:
     for name in ("load", "sums"):
         assert torch.equal(forgetful.get_buffer(f"layers.1.mlp.{name}"), plain.get_buffer(f"layers.1.mlp.{name}"))
     assert plain.get_buffer("layers.1.mlp.load").sum() == tokens.numel() * 2
+
+
+def test_model_in_bf16() -> None:
+    config = moe_config({"n_shared_experts": 1, "aux_loss_coeff": 0.01}, init_std=0.05)
+    tokens, labels = batch(config)
+    wide, narrow = small_model(config), small_model(config, compute_dtype=torch.bfloat16)
+    losses = []
+    for model in (wide, narrow):
+        loss = model(tokens, labels)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    wanted, found = gradients(wide), gradients(narrow)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    for name, gradient in found.items():
+        assert torch.cosine_similarity(gradient.flatten(), wanted[name].flatten(), dim=0) > 0.95, name
