@@ -265,11 +265,12 @@ def test_experts_over_a_pipeline_learn_and_spread(text: Path, tmp_path: Path) ->
         "model.n_kv_heads": 1,
         "model.ffn_dim": 96,
         "model.moe.expert_dim": 32,
-        "model.moe.bias_update_rate": 0.02,
+        "model.moe.bias_update_rate": 0.002,  # balancing for a run of 30 steps
+        "model.moe.aux_loss_coeff": 0.1,
         "training.seq_len": 64,
         "training.global_batch_size": 8,
         "training.local_batch_size": 4,
-        "training.steps": 24,
+        "training.steps": 30,
         "optimizer.lr": 5e-3,
         "lr_scheduler.warmup_steps": 2,
         "checkpoint.enable": "false",
@@ -282,10 +283,10 @@ def test_experts_over_a_pipeline_learn_and_spread(text: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "4 CPU processes (dp_shard 2, pp 2, ep 2)" in done.stdout + done.stderr
     run = rows(tmp_path / "out/llama_debug_moe")
-    assert len(run) == 24 and {row["expert_assignments"] for row in run} == {8 * 64 * 2}
-    assert run[-1]["loss"] < run[0]["loss"] - 1.5
-    first, last = (sum(row["expert_load_max"] for row in part) / 6 for part in (run[:6], run[-6:]))
-    assert last < first - 0.3, (first, last)
+    assert len(run) == 30 and {row["expert_assignments"] for row in run} == {8 * 64 * 2}
+    assert run[-1]["loss"] < run[0]["loss"] - 2
+    early, late = (sum(row["expert_load_max"] for row in run[start : start + 6]) / 6 for start in (5, 24))
+    assert late < early - 1, "a router first prefers a few experts (8 / top_k = 4 is the worst), then spreads"
 
 
 def test_gpu_check_in_its_dry_mode(tmp_path: Path) -> None:
