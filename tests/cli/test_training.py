@@ -249,6 +249,46 @@ def test_bfloat16_on_this_cpu_says_so_if_it_is_slower(config: Path) -> None:
         assert "bfloat16 matmuls are" not in done.stdout
 
 
+def test_experts_over_a_pipeline_learn_and_spread(text: Path, tmp_path: Path) -> None:
+    """The shipped run, smaller, on this repository's documents; four processes because the degrees need them."""
+    (tmp_path / "texts").mkdir()
+    for document in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "texts" / f"{document.stem}.txt").write_bytes(document.read_bytes())
+    small = {
+        "run.output_dir": tmp_path / "out",
+        "data.cache_dir": tmp_path / "cache",
+        "data.sources": f"[{{path = '{tmp_path / 'texts'}'}}]",
+        "tokenizer.path": text / "tokenizer.model",
+        "model.vocab_size": 300,
+        "model.dim": 48,
+        "model.n_heads": 2,
+        "model.n_kv_heads": 1,
+        "model.ffn_dim": 96,
+        "model.moe.expert_dim": 32,
+        "model.moe.bias_update_rate": 0.002,  # balancing for a run of 30 steps
+        "model.moe.aux_loss_coeff": 0.1,
+        "training.seq_len": 64,
+        "training.global_batch_size": 8,
+        "training.local_batch_size": 4,
+        "training.steps": 30,
+        "optimizer.lr": 5e-3,
+        "lr_scheduler.warmup_steps": 2,
+        "checkpoint.enable": "false",
+        "validation.enable": "false",
+        "metrics.log_freq": 1,
+        "metrics.peak_tflops": 1,
+    }
+    options = [f"--{key}={value}" for key, value in small.items()]
+    done = train(Path("llama_debug_moe.toml"), "--parallelism.ep", "2", "--parallelism.pp", "2", *options)
+    assert done.returncode == 0, done.stderr
+    assert "4 CPU processes (dp_shard 2, pp 2, ep 2)" in done.stdout + done.stderr
+    run = rows(tmp_path / "out/llama_debug_moe")
+    assert len(run) == 30 and {row["expert_assignments"] for row in run} == {8 * 64 * 2}
+    assert run[-1]["loss"] < run[0]["loss"] - 2
+    early, late = (sum(row["expert_load_max"] for row in run[start : start + 6]) / 6 for start in (5, 24))
+    assert late < early - 1, "a router first prefers a few experts (8 / top_k = 4 is the worst), then spreads"
+
+
 def test_gpu_check_in_its_dry_mode(tmp_path: Path) -> None:
     command = ("bash", str(ROOT / "scripts/gpu_check.sh"), "--cpu", str(tmp_path / "check"))
     done = run(command, timeout=600, VIRTUAL_ENV=sys.prefix)  # it uses the active environment, and makes none
