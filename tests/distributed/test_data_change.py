@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness.distributed import run_distributed
+from tests.harness.distributed import WorkerFailed, run_distributed
 from tests.harness.training import merge
 from tests.parity.harness import make_text
 from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
@@ -89,7 +89,7 @@ def train(layout: Layout, text: Path, folder: Path, steps: int, *changes: Sectio
 
 
 def refusal(text: Path, folder: Path, *changes: Sections, **weights: float) -> str:
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(WorkerFailed) as caught:
         train(ONE_PROCESS, text, folder, 9, *changes, **weights)
     assert "InputError" in str(caught.value)
     return str(caught.value)

@@ -63,18 +63,18 @@ def _forget(forward: Callable[..., Any], keep: Keep, *args: Any) -> Any:
     A function of this module and not torch's checkpoint itself, which torch.compile would skip with all that it calls.
     Blocks draw no random numbers, so no generator state is kept.
     """
-    if keep is keep_nothing and torch.compiler.is_compiling():  # which knows selective contexts only
+    compiling = torch.compiler.is_compiling()
+    if compiling and keep is keep_nothing:  # it knows selective contexts only
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=partial(_contexts, keep)
-    )
+    contexts = partial(_contexts, keep, compiling)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def _contexts(keep: Keep) -> Contexts:
-    """Of a forward pass and of its recomputation, in all modes (compiled blocks that keep nothing apart, which have no
-    experts). What experts count, they have counted in the first."""
+def _contexts(keep: Keep, compiling: bool) -> Contexts:
+    """Of a forward pass and of its recomputation. What experts count, they have counted in the first; what is compiled
+    inside of checkpointing has none, and must have the selective contexts themselves."""
     forward, recomputation = keep()
-    return forward, _uncounted_too(recomputation)
+    return forward, (recomputation if compiling else _uncounted_too(recomputation))
 
 
 @contextmanager
