@@ -114,11 +114,11 @@ def without_checksums(path: Path) -> Any:
 
 
 def test_no_flipped_bit_of_a_manifest_changes_what_it_says(tmp_path: Path) -> None:
-    """All of them: each is refused, or is in a place that means nothing."""
+    """Every third of all, in every place of a byte: each is refused, or is where it means nothing."""
     path = make(tmp_path, 50) / "manifest.json"
     good, whole = storage.read_manifest(path.parent), path.read_bytes()
     refused = 0
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 3):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
@@ -126,7 +126,7 @@ def test_no_flipped_bit_of_a_manifest_changes_what_it_says(tmp_path: Path) -> No
             assert storage.read_manifest(path.parent) == good, f"bit {bit}"
         except storage.DamagedError:
             refused += 1
-    assert refused > 6 * len(whole)
+    assert refused > 2 * len(whole)
 
 
 def test_a_manifest_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
