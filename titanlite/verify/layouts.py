@@ -85,6 +85,10 @@ def _split(text: str) -> dict[str, str]:
             fix = f"did you mean {close.removeprefix('parallelism.')}?" if close else "give it as an option of its own"
             names = ", ".join(name.removeprefix("parallelism.") for name in ALLOWED)
             problems.append(Problem(COMMAND_LINE, FLAG, shown(item), f"what may change no result: {names}", fix))
+        elif key in given:
+            problems.append(
+                Problem(COMMAND_LINE, FLAG, shown(text), f"{word} once", f"another {FLAG} is another layout")
+            )
         given[key] = value
     if problems:
         raise InputError(problems)

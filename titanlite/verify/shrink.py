@@ -26,7 +26,7 @@ from titanlite.config.layout import (
 )
 from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError
-from titanlite.config.schema import Config, ModelConfig, ParallelismConfig, TrainingConfig
+from titanlite.config.schema import ActivationCheckpointConfig, Config, ModelConfig, ParallelismConfig, TrainingConfig
 
 # Large enough for every kind of part to be there, small enough for all of it to take seconds.
 DIM, FFN_DIM, EXPERT_DIM, HEAD_DIM, VOCAB_SIZE, VOCAB_PAD, SEQ_LEN, SAMPLES = 32, 48, 16, 8, 192, 8, 32, 6
@@ -145,7 +145,7 @@ def shrink(cases: Sequence[Case], *, steps: int, folder: Path) -> SmallRuns:
             {
                 "parallelism": {**section.model_dump(), "pp_microbatches": batch.pp_microbatches},
                 "training": {"local_batch_size": batch.local_batch_size},
-                "activation_checkpoint": case.config.activation_checkpoint.model_dump(),
+                "activation_checkpoint": _recomputation(case.config.activation_checkpoint, model.n_layers),
             },
         )
         for number, (case, section, batch) in enumerate(zip(cases, parallelism, batches, strict=True))
@@ -335,6 +335,13 @@ def _small_parallelism(model: ModelConfig, case: Case) -> ParallelismConfig:
     for _ in range(model.n_layers - len(shape)):
         counts[max(range(len(shape)), key=lambda stage: (shape[stage] / counts[stage], stage))] += 1
     return case.parallelism(pp_layers_per_stage=tuple(counts))
+
+
+def _recomputation(section: ActivationCheckpointConfig, n_layers: int) -> dict[str, Any]:
+    """The section of the small run. Where every n-th layer is recomputed, the last one is when there are fewer."""
+    option = section.selective_ac_option
+    few = option if option == "op" else str(min(int(option), n_layers))
+    return {**section.model_dump(), "selective_ac_option": few}
 
 
 # --- the batch ---

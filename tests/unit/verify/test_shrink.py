@@ -198,6 +198,19 @@ def test_a_local_batch_that_no_pipeline_could_take_is_noted() -> None:
     assert small("llama_8b", "pp=2").layouts[0].training.local_batch_size > 2
 
 
+@pytest.mark.parametrize("option", ["op", "1", "2", "16", "32"])
+@pytest.mark.parametrize("mode", ["selective", "none"])
+def test_every_nth_block_is_recomputed_in_fewer_layers_too(mode: str, option: str) -> None:
+    overrides = (f"--activation_checkpoint.mode={mode}", f"--activation_checkpoint.selective_ac_option={option}")
+    config = small("llama_8b", "pp=2", overrides=overrides).layouts[0]
+    n_layers, section = config.model.n_layers, config.activation_checkpoint
+    recomputed = [section.of_layer(index) for index in range(n_layers)]
+    if mode == "none" or option == "op":
+        assert recomputed == [option if mode == "selective" else "none"] * n_layers
+    else:
+        assert "full" in recomputed and ("none" in recomputed) == (option != "1")
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -238,6 +251,8 @@ def test_auto_fits_every_run(name: str) -> None:
         ("tp=", ["--layout", '"tp="']),
         ("tp=two", ["parallelism.tp", "two"]),
         ("tq=2", ["did you mean tp?"]),
+        ("tp=2,tp=4", ['"tp=2,tp=4"', "tp once"]),
+        ("tp=2,parallelism.tp=2", ["parallelism.tp once"]),
         ("model.dim=8", ["what may change no result"]),
         ("dp_shard=-1", ["parallelism.dp_shard", "an integer > 0"]),
         ("tp=64", ["n_heads = 32", "--layout tp=64"]),
