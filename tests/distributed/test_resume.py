@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.harness.distributed import run_distributed
+from tests.harness.distributed import WorkerFailed, run_distributed
 from tests.harness.training import merge
 from tests.parity.harness import data_section, make_text
 from tests.parity.layouts import BASE, HEADS_8, LAYOUTS, ONE_PROCESS, Layout
@@ -167,13 +167,13 @@ def test_a_checkpoint_that_was_asked_for_and_is_damaged_is_refused(text: Path, t
     manifest = json.loads((step / "manifest.json").read_text())
     whole = (step / "__0_0.distcp").read_bytes()
     (step / "__0_0.distcp").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(AssertionError, match=r"DamagedError: .*__0_0\.distcp: got other content"):
+    with pytest.raises(WorkerFailed, match=r"DamagedError: .*__0_0\.distcp: got other content"):
         train(ONE_PROCESS, text, tmp_path, 2, asked)
     (step / "__0_0.distcp").write_bytes(whole)
     del manifest["checksum"], manifest["train_state"]["samples"]
     manifest["files"] = {name: {"bytes": entry["bytes"]} for name, entry in manifest["files"].items()}
     (step / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(AssertionError, match=r"InputError: .*train_state\.samples: got None"):
+    with pytest.raises(WorkerFailed, match=r"InputError: .*train_state\.samples: got None"):
         train(ONE_PROCESS, text, tmp_path, 2, asked)
 
 
@@ -258,7 +258,7 @@ def test_a_run_told_to_start_from_a_checkpoint_goes_on_when_started_again(text: 
 )
 def test_another_run_is_refused(change: Sections, named: str, text: Path, tmp_path: Path) -> None:
     train(ONE_PROCESS, text, tmp_path, 1)
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(WorkerFailed) as caught:
         train(ONE_PROCESS, text, tmp_path, 2, change)
     assert InputError.__name__ in str(caught.value)
     assert named in str(caught.value) and "as in the checkpoint" in str(caught.value)
