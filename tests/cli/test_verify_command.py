@@ -45,6 +45,14 @@ def test_layouts_that_agree_are_said_to(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [config.name], "it leaves nothing behind"
 
 
+def test_experts_are_told_of() -> None:
+    done = run(TITANLITE, "verify", "qwen3_30b_a3b", "--layout", "ep=4,tp=2", "--steps", "1", timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "ep=4,tp=2 (4 processes)" in done.stderr and " active)" in done.stderr
+    assert "8 experts of which a token takes 2" in done.stderr
+    assert "flips" in done.stdout and "agrees" in done.stdout
+
+
 def test_json_is_one_object_alone(tmp_path: Path) -> None:
     config = write_config(tmp_path, "[parallelism]\ntp = 2\ndp_shard = 1\n")
     done = run(TITANLITE, "verify", str(config), *SMALL, "--json", "--steps=1", cwd=tmp_path, timeout=300)

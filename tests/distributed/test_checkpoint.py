@@ -21,7 +21,7 @@ from titanlite.checkpoint.storage import CheckpointError
 from titanlite.config.problems import InputError
 from titanlite.config.schema import CheckpointConfig, CommConfig, ParallelismConfig, RunConfig
 from titanlite.parallel import runtime
-from titanlite.verify.record import full_tensors
+from titanlite.parallel.whole import full_tensors
 
 PARTS: dict[str, Any] = {"train_state": {}, "layout": {}, "config": {}}
 

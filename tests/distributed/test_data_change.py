@@ -23,7 +23,8 @@ from titanlite.data.phase import RunData
 from titanlite.data.shards import TokenShards
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
-from titanlite.verify.record import Recorder, full_tensors
+from titanlite.parallel.whole import full_tensors
+from titanlite.verify.record import Recorder
 
 Sections = Mapping[str, Mapping[str, Any]]
 SAVING: Sections = {

@@ -13,7 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.model.transformer import Block
 from titanlite.parallel import runtime
 from titanlite.parallel.gradients import finish, global_norm
-from titanlite.verify.record import full_tensors
+from titanlite.parallel.whole import full_tensors
 
 FSDP2 = {"parallelism": {"dp_shard": 2}}
 FSDP3 = {"parallelism": {"dp_shard": 3}}

@@ -26,7 +26,8 @@ from titanlite.model.init import tensors_hash
 from titanlite.model.transformer import Transformer
 from titanlite.parallel import pipeline_parallel
 from titanlite.parallel.parallelize import ParallelModel, PipelinedModel
-from titanlite.verify.record import full_tensors, largest_error
+from titanlite.parallel.whole import full_tensors
+from titanlite.verify.record import largest_error
 
 Sections = dict[str, dict[str, Any]]
 SCHEDULES = tuple(pipeline_parallel.SCHEDULES)

@@ -18,8 +18,8 @@ from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
+from titanlite.parallel.whole import full_tensors
 from titanlite.trainer import Trainer
-from titanlite.verify.record import full_tensors
 
 Sections = Mapping[str, Mapping[str, Any]]
 STEPS = 9

@@ -19,7 +19,7 @@ from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
 from titanlite.parallel import gradients, runtime
 from titanlite.parallel.parallelize import Batch, ParallelModel, parallelize
-from titanlite.verify.record import full_tensors
+from titanlite.parallel.whole import full_tensors
 
 IGNORED = -100
 Sections = Mapping[str, Mapping[str, Any]]

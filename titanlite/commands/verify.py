@@ -39,12 +39,15 @@ EPILOG = "exit code: 0 all layouts agree with one process, 1 one does not, or a 
 DIAGNOSES = {
     "initial weights": "The ranks start from other weights: it is in how parameters are cut and filled.",
     "samples": "The ranks train on other samples: it is in how a step's samples are divided.",
+    "expert counts": "Ranks disagree on how many tokens an expert got: it is in how their counts are added up.",
     "expert choices": "More tokens go to other experts than rounding sends there: it is in the forward pass, up to the "
     "router.",
+    "router": "Tokens go to the right experts; the router's entropy, or a loss that balances the experts, is wrong.",
     "loss": "The forward pass computes something else.",
     "gradient": "The forward pass is right; the backward pass, or the sum of this gradient over ranks, is not.",
     "norm": "The gradients are right, their norm is not: something is counted twice, or not at all.",
     "lr": "The learning rate is another.",
+    "expert biases": "Tokens go to the right experts; the biases do not follow their loads after a step.",
     "validation": "Training is right; the validation pass is not.",
 }
 UPDATE = "Step 1 is right up to its gradients: it is in what the optimizer does with them."
@@ -118,10 +121,13 @@ def ended_by_signals() -> Iterator[None]:
 
 def describe(loaded: Loaded, small: Config) -> list[str]:
     """The small run in a line, and what of the run it leaves out."""
-    model, training = small.model, small.training
+    model, training, counts = small.model, small.training, parameter_counts(small.model)
+    moe = model.moe
+    active = f" ({counts.active:,} active)" if moe.n_experts else ""
+    experts = f", {moe.n_experts} experts of which a token takes {moe.top_k}" if moe.n_experts else ""
     lines = [
-        f"{loaded.config.run.name}, shrunk: {parameter_counts(model).total:,} parameters, {model.n_layers} layers, "
-        f"width {model.dim}, {model.n_heads} heads over {model.n_kv_heads}; {training.steps} steps of "
+        f"{loaded.config.run.name}, shrunk: {counts.total:,} parameters{active}, {model.n_layers} layers, "
+        f"width {model.dim}, {model.n_heads} heads over {model.n_kv_heads}{experts}; {training.steps} steps of "
         f"{training.global_batch_size} x {training.seq_len} tokens, in float32"
     ]
     if loaded.config.compile.enable:
@@ -141,7 +147,7 @@ def print_results(loaded: Loaded, asked: Sequence[Asked], results: Sequence[Resu
     from rich.table import Column, Table
 
     console = Console(highlight=False, soft_wrap=True)
-    experts = any(result.flips for result in results)
+    experts = loaded.config.model.moe.n_experts > 0
     table = Table(
         Column("layout", overflow="fold"),
         "weights",
@@ -188,13 +194,14 @@ def conclusion(result: Result) -> str:
     if result.verdict == "undecided":
         return (
             f"tokens went to other experts in the first step ({flips}): so few that rounding may have decided between "
-            "equal scores, but nothing after it can be compared. Another seed tells: --run.seed 1"
+            "equal scores, and nothing is off by more than that explains, but it may hide what is. Another seed tells: "
+            "--run.seed 1"
         )
     return f"what one process computes, up to the order of float32 sums{flips and f'; experts flipped: {flips}'}."
 
 
 def diagnosis(first: Deviation) -> str:
-    later = first.step > 1 and first.what in ("loss", "norm")
+    later = first.step > 1 and first.what in ("router", "loss", "norm")
     return UPDATE if later else DIAGNOSES[first.what]
 
 

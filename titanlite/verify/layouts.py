@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from titanlite.config.check import static_problems
 from titanlite.config.keys import KEYS, nearest, shown
-from titanlite.config.layout import divisors, fixed_world_size
+from titanlite.config.layout import divisors, fewest_processes, fixed_world_size
 from titanlite.config.load import Loaded, load
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import Config
@@ -51,12 +51,15 @@ def read_layouts(name: str, overrides: Sequence[str], texts: Sequence[str]) -> t
 
 
 def _as_given(name: str, overrides: Sequence[str], base: Loaded, text: str) -> Asked:
-    """A layout's keys are overrides. Degrees that it does not name are 1; other keys are the run's."""
+    """A layout's keys are overrides. Degrees that it does not name are 1, dp_shard what ep asks for; other keys are the
+    run's."""
     given = _split(text)
-    values = {f"parallelism.{degree}": "1" for degree in DEGREES} | given
+    values = {f"parallelism.{degree}": "1" for degree in DEGREES} | {"parallelism.dp_shard": "-1"} | given
     if values["parallelism.pp"] != str(base.config.parallelism.pp):
         values = {"parallelism.pp_layers_per_stage": "[]"} | values
     loaded = load(name, [*overrides, *(f"--{key}={value}" for key, value in values.items())])
+    if "parallelism.dp_shard" not in given:
+        loaded = replace(loaded, config=_with_least_dp_shard(loaded.config))
     parallelism = loaded.config.parallelism
     if parallelism.dp_shard < 1:
         allowed = "an integer > 0: a layout's degrees say how many processes it has"
@@ -69,6 +72,13 @@ def _as_given(name: str, overrides: Sequence[str], base: Loaded, text: str) -> A
             Problem(COMMAND_LINE, FLAG, f"{text}, which is {world} processes", f"at most {MOST_PROCESSES}", fix)
         )
     return Asked(text, Case(loaded.config, {degree: getattr(parallelism, degree) for degree in DEGREES}), notes)
+
+
+def _with_least_dp_shard(config: Config) -> Config:
+    """The smallest world that the other degrees fit."""
+    others = fixed_world_size(config.parallelism.model_copy(update={"dp_shard": 1})) or 1
+    dp_shard = fewest_processes(config.parallelism) // others
+    return config.model_copy(update={"parallelism": config.parallelism.model_copy(update={"dp_shard": dp_shard})})
 
 
 def _split(text: str) -> dict[str, str]:

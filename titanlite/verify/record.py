@@ -9,25 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
+from titanlite.parallel.whole import full_tensors
 from titanlite.trainer import PendingStep, Trainer
-from titanlite.verify.promise import CAUSES, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, Deviation
+from titanlite.verify.promise import (
+    CAUSES,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    ROUTER_TOLERANCE,
+    Deviation,
+)
 
 
 @dataclass
 class Record:
-    """What a run of the trainer did, as whole tensors and Python floats.
-
-    sample_ids, tokens: of this rank, step by step.
-    expert_loads:       of a model with experts, step by step: int64 [n_layers, n_experts].
-    """
+    """What a run of the trainer did, as whole tensors and Python floats."""
 
     data_rank: int = 0  # which part of each step's samples this rank has ...
     data_size: int = 1  # ... of how many
@@ -35,11 +37,13 @@ class Record:
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
     lrs: list[float] = dataclasses.field(default_factory=list)
-    validation: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    sample_ids: list[list[int]] = dataclasses.field(default_factory=list)
-    tokens: list[Tensor] = dataclasses.field(default_factory=list)
+    routers: list[dict[str, float]] = dataclasses.field(default_factory=list)  # what a row says of experts, by step
+    validation: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # by the step it came after
+    sample_ids: list[list[int]] = dataclasses.field(default_factory=list)  # of this rank, step by step
+    tokens: list[Tensor] = dataclasses.field(default_factory=list)  # the same
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # step 1, as the optimizer applied them
     expert_loads: list[Tensor] = dataclasses.field(default_factory=list)  # int64 [n_layers, E]; none without experts
+    biases: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # of the experts, after the last step
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # after the last step, where they are kept
 
 
@@ -69,32 +73,37 @@ class Recorder(Trainer):
 
     def validate(self) -> dict[str, float]:
         result = super().validate()
-        self.record.validation.append(result)
+        self.record.validation[self.state.step] = result
         return result
 
     def _report(self, done: PendingStep, validate: Any = None) -> None:
-        loss, norm, *_ = done.scalars.get()
+        loss, norm, _, *others = done.scalars.get()
         self.record.losses.append(loss)
         self.record.norms.append(norm)
+        self.record.routers.append(dict(zip(done.others, others, strict=True)))
         super()._report(done, validate)
+
+    def _end(self) -> None:
+        super()._end()
+        self.record.biases = full_tensors(self.model.buffers)
 
 
 def deviations(records: Sequence[Record], reference: Record) -> list[Deviation]:
     """All that differs by more than the promise allows, causes first; empty when the layout changed nothing."""
     found = []
 
-    def add(what: str, step: int, text: str) -> None:
-        found.append(Deviation(what, step, text))
+    def add(what: str, step: int, text: str, error: float = math.inf) -> None:
+        found.append(Deviation(what, step, text, error))
 
-    def series(
-        what: str, name: str, mine: Sequence[float], other: Sequence[float], tolerance: float, step: int = 0
-    ) -> None:
-        """step: that of all values; 0: their number in the series."""
-        for number, (a, b) in enumerate(zip(mine, other, strict=False), start=1):
+    def series(what: str, name: str, mine: Sequence[float], other: Sequence[float], tolerance: float) -> None:
+        by_step(what, name, dict(enumerate(mine, start=1)), dict(enumerate(other, start=1)), tolerance)
+
+    def by_step(what: str, name: str, mine: Mapping[int, float], other: Mapping[int, float], tolerance: float) -> None:
+        for step in sorted(mine.keys() | other.keys()):
+            a, b = mine.get(step, math.nan), other.get(step, math.nan)
             if not abs(a - b) <= tolerance * abs(b):
-                return add(what, step or number, f"{name} {number}: {a!r}, not {b!r}")
-        if len(mine) != len(other):
-            add(what, step or min(len(mine), len(other)) + 1, f"{name}: {len(mine)} values, not {len(other)}")
+                said = [repr(values[step]) if step in values else "none" for values in (mine, other)]
+                add(what, step, f"{name} of step {step}: {said[0]}, not {said[1]}", relative(abs(a - b), abs(b)))
 
     for rank, record in enumerate(records):
         if record.init_hash != reference.init_hash:
@@ -105,14 +114,23 @@ def deviations(records: Sequence[Record], reference: Record) -> list[Deviation]:
         series("loss", f"rank {rank}: loss", record.losses, reference.losses, LOSS_TOLERANCE)
         series("norm", f"rank {rank}: norm", record.norms, reference.norms, NORM_TOLERANCE)
         series("lr", f"rank {rank}: lr", record.lrs, reference.lrs, 0.0)
+        for key in reference.routers[0] if reference.routers else ():
+            mine, other = ([row.get(key, math.nan) for row in r.routers] for r in (record, reference))
+            series("router", f"rank {rank}: {key}", mine, other, ROUTER_TOLERANCE)
         for key in ("validation_loss", "validation_bits_per_byte"):
-            mine, other = ([result[key] for result in r.validation] for r in (record, reference))
-            series("validation", f"rank {rank}: {key}", mine, other, LOSS_TOLERANCE, step=len(reference.losses))
+            results, wanted = ({step: row[key] for step, row in r.validation.items()} for r in (record, reference))
+            by_step("validation", f"rank {rank}: {key}", results, wanted, LOSS_TOLERANCE)
         error, name = largest(errors(record.gradients, reference.gradients))
         if not error <= GRADIENT_TOLERANCE:
-            add("gradient", 1, f"rank {rank}: gradient of {name} off by {error:.2e}")
-        for step, moved in flips(record, reference)[:1]:
-            add("expert choices", step, f"rank {rank}: {moved} of step {step}'s choices of experts differ")
+            add("gradient", 1, f"rank {rank}: gradient of {name} off by {error:.2e}", error)
+        for step, moved in flips(record, reference):
+            text = f"rank {rank}: {moved} of step {step}'s choices of experts differ"
+            add("expert choices", step, text, moved / int(reference.expert_loads[step - 1].sum()))
+        for step, moved in flips(record, records[0])[:1]:
+            add("expert counts", step, f"rank {rank}: {moved} of step {step}'s choices are counted otherwise on rank 0")
+        wrong = [name for name, error in sorted(errors(record.biases, reference.biases).items()) if error]
+        if wrong:  # each step moves a bias by the same rate, up or down: there is nothing to round
+            add("expert biases", len(reference.losses), f"rank {rank}: after the last step, {wrong[0]} is another")
     if {record.data_rank for record in records} != set(range(records[0].data_size)):
         add("samples", 0, "some part of the samples is nobody's")
     return sorted(found, key=lambda deviation: (deviation.step, CAUSES.index(deviation.what)))
@@ -150,28 +168,6 @@ def _samples(rank: int, record: Record, reference: Record) -> list[str]:
         if mine != ids[part] or not torch.equal(record.tokens[step], reference.tokens[step][part]):
             return [f"rank {rank}, step {step + 1}: samples {mine[:8]}…, not {ids[part][:8]}…, or other tokens in them"]
     return []
-
-
-def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole plain tensors on the CPU, gathered from all ranks, those of other pipeline stages too. Collective.
-
-    Of what this rank has a copy of its own (tied embeddings in two stages), it is that copy.
-    """
-    whole = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-        for name, tensor in named.items()
-    }
-    if not dist.is_initialized():
-        return whole
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, list(whole))
-    if all(other == names[0] for other in names):
-        return whole
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, whole)
-    for part in parts:
-        whole = part | whole
-    return whole
 
 
 def errors(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:

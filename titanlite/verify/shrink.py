@@ -26,7 +26,14 @@ from titanlite.config.layout import (
 )
 from titanlite.config.load import Loaded
 from titanlite.config.problems import InputError
-from titanlite.config.schema import ActivationCheckpointConfig, Config, ModelConfig, ParallelismConfig, TrainingConfig
+from titanlite.config.schema import (
+    ActivationCheckpointConfig,
+    Config,
+    ModelConfig,
+    MoEConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 
 # Large enough for every kind of part to be there, small enough for all of it to take seconds.
 DIM, FFN_DIM, EXPERT_DIM, HEAD_DIM, VOCAB_SIZE, VOCAB_PAD, SEQ_LEN, SAMPLES = 32, 48, 16, 8, 192, 8, 32, 6
@@ -175,7 +182,6 @@ def _layout(parallelism: ParallelismConfig) -> Layout:
 def _shrink_model(model: ModelConfig, cases: Sequence[Case]) -> ModelConfig:
     kv_heads = _kv_heads(model, cases)
     moe = _shrink_experts(model, cases)
-    first_k_dense = moe["first_k_dense"] if moe else 0
     pad = _first(divisors(model.vocab_pad_multiple), lambda n: n >= min(VOCAB_PAD, model.vocab_pad_multiple))
     padded = _narrow(model.padded_vocab_size, max(VOCAB_SIZE, pad), cases, step=pad)
     rows_of_padding = model.padded_vocab_size - model.vocab_size
@@ -188,12 +194,11 @@ def _shrink_model(model: ModelConfig, cases: Sequence[Case]) -> ModelConfig:
         "n_heads": kv_heads * (model.n_heads // model.n_kv_heads),
         "head_dim": min(HEAD_DIM, model.resolved_head_dim),
         "ffn_dim": _narrow(model.ffn_dim, FFN_DIM, cases),
-        "n_layers": _n_layers(model, first_k_dense, cases),
+        "n_layers": _n_layers(model, moe, cases),
+        "moe": moe.model_dump(),
         # So that what a matrix makes of its input is as large as in the wide model.
         "init_std": model.init_std * math.sqrt(model.dim / dim),
     }
-    if moe:
-        small["moe"] = moe
     return ModelConfig.model_validate({**model.model_dump(), **small})
 
 
@@ -241,18 +246,18 @@ def _has_parts(size: int, tp: int, fsdp: int) -> bool:
     return (tp - 1) * -(-size // tp) < size and shards_are_found(size, tp, fsdp)
 
 
-def _shrink_experts(model: ModelConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """[model.moe] of the small run; {} for a model without experts."""
-    moe = getattr(model, "moe", None)
-    if moe is None or moe.n_experts == 0:
-        return {}
+def _shrink_experts(model: ModelConfig, cases: Sequence[Case]) -> MoEConfig:
+    """[model.moe] of the small run; as it is for a model without experts."""
+    moe = model.moe
+    if moe.n_experts == 0:
+        return moe
     top_k = min(moe.top_k, 2)
     layouts = [(case.layout, case.small_layout) for case in cases]
 
-    def cut(n: int, layout: Layout) -> tuple[bool, bool]:
-        """Whether every rank has whole experts, and as many, when they are also sharded over efsdp."""
+    def cut(n: int, layout: Layout) -> tuple[bool, bool, bool]:
+        """Whether a rank computes several experts, may cut them between whole ones, and then holds several."""
         local = n // layout.ep
-        return n % layout.ep == 0, local % layout.efsdp == 0
+        return local > 1, local % layout.efsdp == 0, local > layout.efsdp
 
     def legal(n: int) -> bool:
         return n >= top_k and all(n % small.ep == 0 for _, small in layouts)
@@ -263,41 +268,36 @@ def _shrink_experts(model: ModelConfig, cases: Sequence[Case]) -> dict[str, Any]
     def same_cut(n: int) -> bool:
         return all(cut(n, small) == cut(moe.n_experts, large) for large, small in layouts)
 
-    return {
-        **moe.model_dump(),
-        "n_experts": _first(
-            range(min(4, moe.n_experts), moe.n_experts + 1),
-            legal,
-            as_many_chosen,
-            same_cut,
-        ),
+    small = {
+        "n_experts": _first(range(min(4, moe.n_experts), moe.n_experts + 1), legal, as_many_chosen, same_cut),
         "top_k": top_k,
         "expert_dim": _narrow(moe.expert_dim, EXPERT_DIM, cases),
         "n_shared_experts": min(moe.n_shared_experts, 2),
         "first_k_dense": min(moe.first_k_dense, 1),
     }
+    return moe.model_copy(update=small)
 
 
-def _n_layers(model: ModelConfig, first_k_dense: int, cases: Sequence[Case]) -> int:
+def _n_layers(model: ModelConfig, moe: MoEConfig, cases: Sequence[Case]) -> int:
     """Layers with as many stages a rank as the model has, of several layers if they are, and of both kinds."""
-    moe = getattr(model, "moe", None)
-    wanted = min(model.n_layers, 2 + first_k_dense)
+    dense = moe.first_k_dense if moe.n_experts else 0
+    wanted = min(model.n_layers, 2 + dense)
 
-    def plan(n: int, case: Case, parallelism: ParallelismConfig) -> PipelinePlan | None:
-        small = {"n_layers": n, **({"moe": moe.model_copy(update={"first_k_dense": first_k_dense})} if moe else {})}
-        return plan_pipeline(model.model_copy(update=small), parallelism)
+    def plan(n: int, parallelism: ParallelismConfig) -> PipelinePlan | None:
+        experts = model.moe.model_copy(update={"first_k_dense": moe.first_k_dense})
+        return plan_pipeline(model.model_copy(update={"n_layers": n, "moe": experts}), parallelism)
 
     def legal(n: int) -> bool:
         try:
             for case in cases:
-                plan(n, case, case.parallelism())
+                plan(n, case.parallelism())
         except InputError:
             return False
-        return n > first_k_dense and all(n >= len(_stage_shape(case)) for case in cases)
+        return n > dense and all(n >= len(_stage_shape(case)) for case in cases)
 
     def same_stages(n: int) -> bool:
         for case in cases:
-            large, small = plan_pipeline(model, case.config.parallelism), plan(n, case, case.parallelism())
+            large, small = plan_pipeline(model, case.config.parallelism), plan(n, case.parallelism())
             if large is None or small is None:
                 continue
             n_stages = len(_stage_shape(case)) or len(small.layers)

@@ -146,6 +146,34 @@ def test_key_value_heads_are_split_or_copied_as_in_the_large_run(kv_heads: int, 
     assert (model.n_kv_heads == 1) == (kv_heads == 1), "copies of one head, or of one of several"
 
 
+@pytest.mark.parametrize(
+    ("layout", "n_large", "shards"),
+    [
+        ("ep=4,tp=2", 128, 1),
+        ("dp_shard=2", 128, 2),
+        ("dp_shard=8,ep=2", 128, 4),
+        ("ep=8", 8, 1),  # one expert a rank
+        ("dp_shard=8,ep=4", 8, 2),  # two experts, of which each shard is one
+        ("dp_shard=16,ep=4", 8, 4),  # two experts for four shards, which are parts of experts
+    ],
+)
+def test_a_rank_has_several_experts_where_it_has_in_the_large_run(layout: str, n_large: int, shards: int) -> None:
+    overrides = (f"--model.moe.n_experts={n_large}", "--model.moe.top_k=2")
+    config = small("qwen3_30b_a3b", layout, overrides=overrides).layouts[0]
+    n, ep = config.model.moe.n_experts, config.parallelism.ep
+    world = fixed_world_size(config.parallelism)
+    assert world and resolve_layout(config.parallelism, world).efsdp == shards
+    assert (n // ep > 1) == (n_large // ep > 1) and (n // ep > shards) == (n_large // ep > shards)
+    assert n <= 16
+
+
+def test_an_ep_that_is_named_alone_has_the_ranks_it_needs() -> None:
+    _, asked = read_layouts("qwen3_30b_a3b", (), ["ep=4,tp=2", "ep=4", "ep=2,tp=2", "ep=8,cp=2,pp=2", "tp=2"])
+    assert [one.case.degrees["dp_shard"] for one in asked] == [2, 4, 1, 4, 1]
+    with pytest.raises(InputError, match="a divisor of dp_shard x cp x tp = 6"):
+        read_layouts("qwen3_30b_a3b", (), ["ep=4,dp_shard=6"])
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_are_as_many_and_of_unequal_layers(schedule: str) -> None:
     config = small("llama_8b", f"pp=4,pp_schedule={schedule}").layouts[0]
@@ -237,6 +265,11 @@ def test_auto_keeps_copied_key_value_heads_copied() -> None:
     overrides = ("--parallelism.tp=16", "--parallelism.dp_shard=2")
     config = small("llama_8b", AUTO, overrides=overrides).layouts[0]
     assert config.parallelism.tp == 2 and config.model.n_kv_heads == 1
+
+
+def test_auto_divides_experts_where_the_run_does() -> None:
+    config = small("qwen3_30b_a3b", AUTO).layouts[0]
+    assert config.parallelism.ep == config.parallelism.dp_shard == 2 and config.model.moe.n_experts // 2 > 1
 
 
 @pytest.mark.parametrize("name", SHIPPED)
