@@ -42,11 +42,11 @@ def exchange_rows(counts_of_ranks: list[list[int]], dtype: torch.dtype):
     everyone = [sorted_rows(counts, other, dtype) for other, counts in enumerate(counts_of_ranks)]
     expected = [theirs[of == expert] for expert in mine for theirs, of in everyone]
     assert torch.equal(arrived, torch.cat(expected)), "by expert, then by rank, then as they were sent"
-    ends = torch.tensor([sum(counts[expert] for counts in counts_of_ranks) for expert in mine]).cumsum(0)
-    assert exchange.ends.dtype == torch.int32 and exchange.ends.tolist() == ends.tolist()
+    offs = torch.tensor([sum(counts[expert] for counts in counts_of_ranks) for expert in mine]).cumsum(0)
+    assert exchange.offs.dtype == torch.int32 and exchange.offs.tolist() == offs.tolist()
 
     # Each expert multiplies by a number of its own, and each rank weighs what comes back by another.
-    sizes = exchange.ends.diff(prepend=exchange.ends.new_zeros(1))
+    sizes = exchange.offs.diff(prepend=exchange.offs.new_zeros(1))
     factor = torch.repeat_interleave(torch.tensor([expert + 2.0 for expert in mine]), sizes).to(dtype).unsqueeze(1)
     returned = from_experts(arrived * factor, exchange)
     factors = (experts + 2.0).to(dtype).unsqueeze(1)

@@ -10,7 +10,8 @@ from titanlite.config.layout import resolve_layout
 from titanlite.config.schema import ParallelismConfig
 from titanlite.parallel.mesh import Meshes
 
-AXES = ("pp", "batch", "cp", "tp", "dp_replicate", "fsdp", "efsdp", "ep", "loss")
+AXES = ("pp", "batch", "cp", "tp", "dp_replicate", "fsdp", "efsdp", "ep", "loss", "sequence")
+LAZY = ("efsdp", "ep", "sequence")  # made when first asked for
 LAYOUTS = [
     {"dp_shard": 8},
     {"dp_replicate": 8},
@@ -31,7 +32,7 @@ def coordinates_and_groups(layouts):
     for degrees in layouts:
         meshes = Meshes(resolve_layout(ParallelismConfig(**degrees), dist.get_world_size()), "cpu")
         before = meshes.groups()
-        assert all(getattr(meshes, name).get_group() in before for name in AXES if name not in ("efsdp", "ep"))
+        assert all(getattr(meshes, name).get_group() in before for name in AXES if name not in LAZY)
         axes = {}
         for name in AXES:
             mesh = getattr(meshes, name)
@@ -56,6 +57,7 @@ def expected(degrees, rank):
     at["batch"] = at["dp_replicate"] * size["dp_shard"] + at["dp_shard"]
     at["fsdp"] = at["dp_shard"] * size["cp"] + at["cp"]
     at["loss"] = at["batch"] * size["cp"] + at["cp"]
+    at["sequence"] = at["cp"] * size["tp"] + at["tp"]
     at["efsdp"], at["ep"] = divmod(inner, size["ep"])
     return at
 
@@ -71,6 +73,7 @@ REST = {
     "efsdp": ("pp", "dp_replicate", "ep"),
     "ep": ("pp", "dp_replicate", "efsdp"),
     "loss": ("pp", "tp"),
+    "sequence": ("pp", "batch"),
 }
 
 

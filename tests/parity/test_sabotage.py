@@ -1,4 +1,6 @@
-"""The parity comparison must notice every planted fault; that it finds nothing in clean runs is test_parity's."""
+"""The parity comparison must notice every planted fault, and say what is wrong; that it finds nothing in clean runs is
+test_parity's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from titanlite.verify.record import deviations
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str, text: Path, one_process: OneProcess) -> None:
-    layout, sections = (LAYOUTS | MOE_LAYOUTS)[FAULTS[name].layout]
+    fault = FAULTS[name]
+    layout, sections = (LAYOUTS | MOE_LAYOUTS)[fault.layout]
     found = deviations(run(layout, text, sections=sections, fault=name), one_process(sections))
     print(name, found[:2])
     assert found, f"{name} went unnoticed"
+    first = {deviation.what for deviation in found if deviation.step == found[0].step}
+    assert fault.cause in first, f"{name} was noticed for another reason: {found}"

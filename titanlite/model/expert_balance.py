@@ -24,15 +24,24 @@ class ExpertBalance:
         layers = {index: layer for other in others for index, layer in other._layers.items()}
         return ExpertBalance(self._config, layers, self._device)
 
+    @property
+    def empty(self) -> bool:
+        """Whether the whole model is dense: also False where only the other ranks' layers have experts."""
+        return self._config.moe.n_experts == 0
+
+    def no_loads(self) -> Tensor:
+        """Zeros of the shape of take's loads."""
+        shape = self._config.n_layers, self._config.moe.n_experts
+        return torch.zeros(shape, dtype=torch.int64, device=self._device)
+
     def take(self) -> tuple[Tensor, Tensor]:
         """The counts of all layers since the last call, zero for those without experts or not here; starts anew.
 
         Returns MoE.load and MoE.sums, stacked: int64 [n_layers, E] and fp64 [n_layers, 4], to be summed over the ranks
         that hold other tokens or layers.
         """
-        n_layers = self._config.n_layers
-        loads = torch.zeros(n_layers, self._config.moe.n_experts, dtype=torch.int64, device=self._device)
-        sums = torch.zeros(n_layers, 4, dtype=torch.float64, device=self._device)
+        loads = self.no_loads()
+        sums = torch.zeros(self._config.n_layers, 4, dtype=torch.float64, device=self._device)
         for index, layer in self._layers.items():
             loads[index] = layer.load
             sums[index] = layer.sums
@@ -44,7 +53,7 @@ class ExpertBalance:
     def update_biases(self, loads: Tensor, found_inf: Tensor) -> None:
         """bias += bias_update_rate * sign(mean load - load) (DeepSeek-V3, section 2.1.2), unless found_inf is 1.
 
-        loads: int64 [n_layers, E] of the whole step.
+        loads: int64 [n_layers, E] of the whole step. found_inf: 0 or 1, a float32 scalar on the device.
         """
         rate = self._config.moe.bias_update_rate * (1.0 - found_inf)
         for index, layer in self._layers.items():

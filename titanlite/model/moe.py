@@ -112,23 +112,24 @@ class _SiluMul(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
 
 
-def grouped_swiglu(rows: Tensor, ends: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def grouped_swiglu(rows: Tensor, offs: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """down_e(silu(gate_e(x)) * up_e(x)) of each row x by the expert e whose row it is.
 
-    rows: [R, dim], sorted by expert. ends: int32 [E], the end of each expert's rows; those of none end where they
+    rows: [R, dim], sorted by expert. offs: int32 [E], the end of each expert's rows; those of none end where they
     begin, and its gradients are zero. gate, up: [E, expert_dim, dim]; down: [E, dim, expert_dim]; cast to rows' dtype,
-    bf16 or fp32. Sizes of rows in memory must be multiples of 16 bytes. Rows past ends[-1] are undefined.
+    bf16 or fp32. Sizes of rows in memory must be multiples of 16 bytes. Rows past offs[-1] are undefined.
 
     For backward are kept, besides the cast weights: rows, three of [R, expert_dim].
     """
     gate, up, down = (weight.to(rows.dtype).transpose(1, 2) for weight in (gate, up, down))
-    inner = _SiluMul.apply(F.grouped_mm(rows, gate, offs=ends), F.grouped_mm(rows, up, offs=ends))
-    return F.grouped_mm(inner, down, offs=ends)
+    inner = _SiluMul.apply(F.grouped_mm(rows, gate, offs=offs), F.grouped_mm(rows, up, offs=offs))
+    return F.grouped_mm(inner, down, offs=offs)
 
 
 class Experts(nn.Module):
-    """The weights of all experts, stacked; parallelism may replace forward by one that calls grouped_swiglu with its
-    part of them.
+    """The weights of all experts, stacked: gate and up [E, expert_dim, dim], down [E, dim, expert_dim], fp32 at rest.
+
+    Parallelism may replace forward by one that calls grouped_swiglu with its part of them.
     """
 
     def __init__(self, n_experts: int, dim: int, expert_dim: int) -> None:
@@ -137,9 +138,9 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(n_experts, expert_dim, dim))
         self.down = nn.Parameter(torch.empty(n_experts, dim, expert_dim))
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """[R, dim] -> [R, dim], as grouped_swiglu."""
-        return grouped_swiglu(rows, ends, self.gate, self.up, self.down)
+    def forward(self, rows: Tensor, offs: Tensor) -> Tensor:
+        """rows [R, dim], bf16 or fp32, sorted by expert; offs int32 [E], their ends: [R, dim], as grouped_swiglu."""
+        return grouped_swiglu(rows, offs, self.gate, self.up, self.down)
 
 
 # ---- tokens to rows and back
@@ -148,23 +149,23 @@ class Experts(nn.Module):
 def sort_by_expert(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """For experts [T, k]: the rows of each expert together, in the order of the tokens.
 
-    Returns (tokens [T k] int64, the token of each row; places [T, k] int64, the row of each token's slot; ends int32
-    [n_experts], the end of each expert's rows). Nothing in it waits for the device.
+    experts: int64, each in range(n_experts). Returns (tokens [T k] int64, the token of each row; inverse [T, k] int64,
+    the row of each token's slot; offs int32 [n_experts], the end of each expert's rows). Nothing waits for the device.
     """
     flat = experts.flatten()
     by_expert, order = flat.sort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     boundaries = torch.arange(n_experts, device=flat.device)
-    ends = torch.searchsorted(by_expert, boundaries, right=True, out_int32=True)
-    return order // experts.shape[1], places.view(experts.shape), ends
+    offs = torch.searchsorted(by_expert, boundaries, right=True, out_int32=True)
+    return order // experts.shape[1], inverse.view(experts.shape), offs
 
 
-def _sum_slots(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def _sum_slots(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     """Sum over slots, one after the other, in fp32, of each token's rows (times its weights): [T, dim]."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = torch.zeros(places.shape[0], rows.shape[1], dtype=wide, device=rows.device)
-    for slot in range(places.shape[1]):
-        part = rows[places[:, slot]]
+    total = torch.zeros(inverse.shape[0], rows.shape[1], dtype=wide, device=rows.device)
+    for slot in range(inverse.shape[1]):
+        part = rows[inverse[:, slot]]
         if weights is None:
             total.add_(part)
         else:
@@ -172,82 +173,86 @@ def _sum_slots(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
-class _ToRows(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return x[tokens]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _sum_slots(grads[0], places, None).to(grads[0].dtype), None, None
+        (inverse,) = ctx.saved_tensors
+        return _sum_slots(grads[0], inverse, None).to(grads[0].dtype), None, None
 
 
-class _FromRows(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, places)
-        return _sum_slots(rows, places, weights).to(rows.dtype)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, inverse)
+        return _sum_slots(rows, inverse, weights).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weights, places = ctx.saved_tensors
+        rows, weights, inverse = ctx.saved_tensors
         grad = grads[0].to(weights.dtype)
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for slot in range(places.shape[1]):
-            place = places[:, slot]
-            grad_rows[place] = (grad * weights[:, slot, None]).to(rows.dtype)
-            grad_weights[:, slot] = (grad * rows[place]).sum(dim=-1)
+        for slot in range(inverse.shape[1]):
+            row = inverse[:, slot]
+            grad_rows[row] = (grad * weights[:, slot, None]).to(rows.dtype)
+            grad_weights[:, slot] = (grad * rows[row]).sum(dim=-1)
         return grad_rows, grad_weights, None
 
 
-def to_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """x [T, dim] -> rows [T k, dim], with tokens and places from sort_by_expert. The gradient of a token is the sum
-    over its slots in their order, in fp32. Keeps places.
+def permute(x: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
+    """x [T, dim] -> rows [T k, dim], with tokens and inverse from sort_by_expert. The gradient of a token is the sum
+    over its slots in their order, in fp32. Keeps inverse.
     """
-    rows: Tensor = _ToRows.apply(x, tokens, places)
+    rows: Tensor = _Permute.apply(x, tokens, inverse)
     return rows
 
 
-def from_rows(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+def unpermute(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
     """rows [T k, dim], weights fp32 [T, k] -> [T, dim]: each token's weighted sum over its slots in their order, in
     fp32, then in rows' dtype. Keeps its arguments.
     """
-    out: Tensor = _FromRows.apply(rows, weights, places)
+    out: Tensor = _Unpermute.apply(rows, weights, inverse)
     return out
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to their experts and back. `sent` is the dispatcher's own, but for `ends`."""
+    """Brings tokens to their experts and back. `state` is the dispatcher's own, but for `offs`."""
 
     def dispatch(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Any]:
-        """x [T, dim], experts [T, k] -> (rows [R, dim], sorted by the experts here; sent).
+        """x [T, dim], experts int64 [T, k] -> (rows [R, dim] in x's dtype, sorted by the experts here; state).
 
-        sent.ends: int32, the end of each local expert's rows.
+        state.offs: int32, the end of each local expert's rows.
         """
 
-    def combine(self, rows: Tensor, weights: Tensor, sent: Any) -> Tensor:
+    def combine(self, rows: Tensor, weights: Tensor, state: Any) -> Tensor:
         """rows [R, dim], weights fp32 [T, k] -> [T, dim]: the weighted sum over slots in fp32, then in rows' dtype."""
 
 
-class LocalSent(NamedTuple):
-    ends: Tensor
-    places: Tensor
+class LocalState(NamedTuple):
+    """offs: int32 [E], the end of each expert's rows; inverse: int64 [T, k], the row of each token's slot."""
+
+    offs: Tensor
+    inverse: Tensor
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """All E experts are here."""
 
     def __init__(self, n_experts: int) -> None:
         self.n_experts = n_experts
 
-    def dispatch(self, x: Tensor, experts: Tensor) -> tuple[Tensor, LocalSent]:
-        tokens, places, ends = sort_by_expert(experts, self.n_experts)
-        return to_rows(x, tokens, places), LocalSent(ends, places)
+    def dispatch(self, x: Tensor, experts: Tensor) -> tuple[Tensor, LocalState]:
+        """x [T, dim], experts int64 [T, k], each in range(E) -> (rows [T k, dim] in x's dtype, state)."""
+        tokens, inverse, offs = sort_by_expert(experts, self.n_experts)
+        return permute(x, tokens, inverse), LocalState(offs, inverse)
 
-    def combine(self, rows: Tensor, weights: Tensor, sent: LocalSent) -> Tensor:
-        return from_rows(rows, weights, sent.places)
+    def combine(self, rows: Tensor, weights: Tensor, state: LocalState) -> Tensor:
+        """rows [T k, dim], weights fp32 [T, k] -> [T, dim] in rows' dtype."""
+        return unpermute(rows, weights, state.inverse)
 
 
 # ---- the layer
@@ -327,8 +332,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)
         routing: Routing = self.router(tokens)
         weights = self._balance(routing, x.shape[0]) if torch.is_grad_enabled() else routing.weights
-        rows, sent = self.dispatcher.dispatch(tokens, routing.experts)
-        out = self.dispatcher.combine(self.experts(rows, sent.ends), weights, sent).view_as(x)
+        rows, state = self.dispatcher.dispatch(tokens, routing.experts)
+        out = self.dispatcher.combine(self.experts(rows, state.offs), weights, state).view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
     def _balance(self, routing: Routing, samples: int) -> Tensor:

@@ -21,7 +21,8 @@ from titanlite.model.moe import Experts
 from titanlite.parallel.collectives import reduce_scatter
 from titanlite.parallel.mesh import Meshes
 
-# Buffers are the same on all ranks and never change. The keyword that says so is another one since torch 2.13.
+# No buffer may be broadcast: counters of experts are a rank's own, and their biases, as all others, are the same on all
+# ranks without. The keyword that says so is another one since torch 2.13.
 _KEEP_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

@@ -30,13 +30,15 @@ class Meshes:
         assert dist.get_world_size() == layout.world_size, "the layout is resolved for this world"
         self.layout = layout
         self.device_type = device_type
+        self._made: list[DeviceMesh] = []
         self.data = self._init(layout.data_shape)
         self.dense = self._init(layout.dense_shape)
         self.loss = self._loss()
-        self._sparse: DeviceMesh | None = None
 
     def _init(self, shape: Mapping[str, int]) -> DeviceMesh:
-        return init_device_mesh(self.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        mesh = init_device_mesh(self.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        self._made.append(mesh)
+        return mesh
 
     def _loss(self) -> DeviceMesh:
         layout = self.layout
@@ -45,12 +47,20 @@ class Meshes:
         # Flattening a sub-mesh is private in torch. batch and cp are neighbours, so the same ranks are an axis of:
         return self._init({"pp": layout.pp, "loss": layout.batch * layout.cp, "tp": layout.tp})["loss"]
 
-    @property
+    @cached_property
     def sparse(self) -> DeviceMesh:
         """Made when first asked for, by all ranks at once: only experts need its groups."""
-        if self._sparse is None:
-            self._sparse = self._init(self.layout.sparse_shape)
-        return self._sparse
+        return self._init(self.layout.sparse_shape)
+
+    @cached_property
+    def sequence(self) -> DeviceMesh:
+        """Ranks that share a microbatch's sequences, cp x tp as one axis. Made when first asked for, by all at once."""
+        layout = self.layout
+        if layout.cp == 1:
+            return self.tp
+        if layout.tp == 1:
+            return self.cp
+        return self._init({"outer": layout.pp * layout.batch, "sequence": layout.cp * layout.tp})["sequence"]
 
     @property
     def pp(self) -> DeviceMesh:
@@ -113,11 +123,8 @@ class Meshes:
         return self.sparse["ep"]
 
     def groups(self) -> Set[dist.ProcessGroup]:
-        """Every process group of the views made so far."""
-        views = [self.data, self.dense, self.loss]
-        if self._sparse is not None:
-            views.append(self._sparse)
-        groups = {group for mesh in views for group in mesh.get_all_groups()}
+        """Every process group of the meshes made so far."""
+        groups = {group for mesh in self._made for group in mesh.get_all_groups()}
         ends: dist.ProcessGroup | None = vars(self).get("_pp_ends")  # if it was asked for
         if ends is not None:
             groups.add(ends)

@@ -57,6 +57,7 @@ class ParallelModel:
         model: nn.Module,
         strategy: Single | Replicated | Sharded,
         parameters: dict[str, nn.Parameter],
+        buffers: dict[str, torch.Tensor],
         balance: ExpertBalance,
         device: torch.device,
         meshes: Meshes,
@@ -64,11 +65,11 @@ class ParallelModel:
         self.module = model
         self._strategy = strategy
         self.parameters = parameters
-        self.buffers = persistent_buffers(model)
+        self.buffers = buffers
+        self.balance = balance
+        self.expert_loads = balance.no_loads()
         self._device = device
         self._meshes = meshes
-        self.balance = balance
-        self.expert_loads, _ = balance.take()
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's part of each sequence: what forward_backward and evaluate take. Targets are counted after it."""
@@ -114,9 +115,11 @@ class ParallelModel:
     def finish_step(self, found_inf: torch.Tensor) -> dict[str, torch.Tensor]:
         """After the optimizer: update what balances the experts, unless found_inf is 1, and start to count anew.
 
-        Returns ExpertBalance.metrics of the step, the same on all ranks; nothing without experts. Collective.
+        found_inf: 0 or 1, a float32 scalar on the device, the same on all ranks, as GradientStats has it.
+        Returns ExpertBalance.metrics of the step, device scalars, the same on all ranks; nothing without experts.
+        Collective.
         """
-        if self.expert_loads.numel() == 0:
+        if self.balance.empty:
             return {}
         loads, sums = self.balance.take()
         if self._meshes.layout.world_size > 1:  # each rank has counted other tokens, or other layers
@@ -143,14 +146,12 @@ class PipelinedModel(ParallelModel):
     def __init__(
         self, pipeline: Pipeline, stages: Sequence[ParallelModel], device: torch.device, meshes: Meshes
     ) -> None:
-        self.module = nn.ModuleList(stage.module for stage in stages)
-        self.parameters = pipeline.parameters
-        self.buffers = {fqn: buffer for stage in stages for fqn, buffer in stage.buffers.items()}
-        self._device = device
-        self._meshes = meshes
+        module = nn.ModuleList(stage.module for stage in stages)
+        buffers = {fqn: buffer for stage in stages for fqn, buffer in stage.buffers.items()}
+        balance = stages[0].balance.with_layers_of(stage.balance for stage in stages)
+        # Single does nothing: each stage has a strategy of its own.
+        super().__init__(module, Single(module), pipeline.parameters, buffers, balance, device, meshes)
         self._pipeline = pipeline
-        self.balance = stages[0].balance.with_layers_of(stage.balance for stage in stages)
-        self.expert_loads, _ = self.balance.take()
         self._stages = list(stages)
 
     def release(self) -> None:
@@ -231,7 +232,8 @@ def parallelize(
         strategy = Sharded(model, blocks, ranks.meshes, zero_stage, param_dtype, reduce_dtype, pipeline)
         parameters = materialise(model, model_config, seed, ranks.device)
     balance = ExpertBalance(model_config, moe_layers(model), ranks.device)
-    return ParallelModel(model, strategy, parameters, balance, ranks.device, ranks.meshes)
+    buffers = persistent_buffers(model)
+    return ParallelModel(model, strategy, parameters, buffers, balance, ranks.device, ranks.meshes)
 
 
 def _pipeline(

@@ -14,23 +14,22 @@ is a summand: it is marked Partial, and FSDP sums it over tp before it reduces o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from titanlite.config.schema import ModelConfig
 from titanlite.model.attention import Attention
 from titanlite.model.layers import MLP, Embedding, Linear, RMSNorm, embed, linear, rms_norm
-from titanlite.model.moe import MoE, Router
+from titanlite.model.moe import MoE
 from titanlite.model.transformer import Block, Head, Transformer
 from titanlite.parallel import collectives
 from titanlite.parallel.mesh import Meshes
+from titanlite.parallel.modules import local_part, replace_forward, shard_parameter
 
 # Of a weight [out, in]: its rows make Megatron's column-parallel layer, its columns the row-parallel one.
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
@@ -49,7 +48,7 @@ def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfi
         assert isinstance(block, Block)
         _split_norm(block.attention_norm, mesh)
         _split_attention(block.attention, mesh, config)
-        _compute(block.attention, _between_sequence_parts, group)
+        replace_forward(block.attention, _between_sequence_parts, group)
         _split_norm(block.mlp_norm, mesh)
         if isinstance(block.mlp, MoE):
             _split_moe(block.mlp, mesh, group)
@@ -58,37 +57,19 @@ def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfi
     if model.norm is not None:
         _split_norm(model.norm, mesh)
     if model.embedding is not None:
-        _split(model.embedding, mesh, ROWS)
-        _compute(model.embedding, _embed_own_rows, _first_row(model.embedding.weight), group)
+        shard_parameter(model.embedding, "weight", mesh, ROWS)
+        replace_forward(model.embedding, _embed_own_rows, _first_row(model.embedding.weight), group)
     if model.output is not None:
-        _split(model.output, mesh, ROWS)
+        shard_parameter(model.output, "weight", mesh, ROWS)
     if model.head is not None:
         table = model.embedding if model.output is None else model.output
         assert table is not None
         model.head.reducer = VocabularyGroup(group)
         model.head.vocab_start = _first_row(table.weight)
-        _compute(model.head, _head_of_sequence_parts, group)
+        replace_forward(model.head, _head_of_sequence_parts, group)
 
 
 # ---- modules
-
-
-def _compute(module: nn.Module, function: Callable[..., Tensor], *first: Any) -> None:
-    """Let module(x, ...) be function(module, *first, x, ...)."""
-    module.forward = partial(function, module, *first)
-
-
-def _split(module: Linear | Embedding | RMSNorm | Router, mesh: DeviceMesh, placement: Placement) -> None:
-    # src_data_rank None: every rank cuts what it has, nothing is sent.
-    module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [placement], src_data_rank=None))
-
-
-def _local(module: Linear | Embedding | RMSNorm | Router) -> Tensor:
-    """This rank's part of the weight. A whole one gets a gradient that is still to be summed over tp."""
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    (placement,) = weight.placements
-    return weight.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
 
 
 def _first_row(weight: Tensor) -> int:
@@ -99,13 +80,13 @@ def _first_row(weight: Tensor) -> int:
 
 
 def _split_norm(norm: RMSNorm, mesh: DeviceMesh) -> None:
-    _split(norm, mesh, WHOLE)
-    _compute(norm, lambda norm, x: rms_norm(x, _local(norm), norm.eps))
+    shard_parameter(norm, "weight", mesh, WHOLE)
+    replace_forward(norm, lambda norm, x: rms_norm(x, local_part(norm.weight), norm.eps))
 
 
 def _split_linear(module: Linear, mesh: DeviceMesh, placement: Placement) -> None:
-    _split(module, mesh, placement)
-    _compute(module, lambda module, x: linear(x, _local(module)))
+    shard_parameter(module, "weight", mesh, placement)
+    replace_forward(module, lambda module, x: linear(x, local_part(module.weight)))
 
 
 def _split_attention(attention: Attention, mesh: DeviceMesh, config: ModelConfig) -> None:
@@ -115,8 +96,9 @@ def _split_attention(attention: Attention, mesh: DeviceMesh, config: ModelConfig
         if config.n_kv_heads % mesh.size() == 0:
             _split_linear(projection, mesh, ROWS)
         else:
-            _split(projection, mesh, WHOLE)
-            _compute(projection, lambda module, rows, x: linear(x, _local(module)[rows]), _kv_rows(config, mesh))
+            shard_parameter(projection, "weight", mesh, WHOLE)
+            rows = _kv_rows(config, mesh)
+            replace_forward(projection, lambda module, rows, x: linear(x, local_part(module.weight)[rows]), rows)
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None:
             _split_norm(norm, mesh)
@@ -133,13 +115,13 @@ def _split_mlp(mlp: MLP, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     _split_linear(mlp.gate, mesh, ROWS)
     _split_linear(mlp.up, mesh, ROWS)
     _split_linear(mlp.down, mesh, COLUMNS)
-    _compute(mlp, _between_sequence_parts, group)
+    replace_forward(mlp, _between_sequence_parts, group)
 
 
 def _split_moe(moe: MoE, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     """Tokens are routed where they are, in this rank's part of the sequence; experts are not split over tp."""
-    _split(moe.router, mesh, WHOLE)
-    _compute(moe.router, lambda router, x: router.route(x, _local(router)))
+    shard_parameter(moe.router, "weight", mesh, WHOLE)
+    replace_forward(moe.router, lambda router, x: router.route(x, local_part(router.weight)))
     if moe.shared is not None:
         _split_mlp(moe.shared, mesh, group)
 
@@ -150,7 +132,7 @@ def _between_sequence_parts(module: nn.Module, group: dist.ProcessGroup, x: Tens
 
 
 def _embed_own_rows(embedding: Embedding, start: int, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
-    weight = _local(embedding)
+    weight = local_part(embedding.weight)
     rows = tokens - start
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     h = embed(rows.masked_fill(elsewhere, 0), weight, embedding.output_dtype)
