@@ -228,9 +228,9 @@ def test_what_is_held_whole_is_noticed(name: str, fault: Callable[[], None], wor
 
 
 def a_table_is_whole() -> None:
-    right, whole = tensor_parallel._split, tensor_parallel.WHOLE
-    tensor_parallel._split = lambda module, mesh, placement: right(
-        module, mesh, whole if isinstance(module, Embedding) else placement
+    right, whole = tensor_parallel.shard_parameter, tensor_parallel.WHOLE
+    tensor_parallel.shard_parameter = lambda module, name, mesh, placement: right(
+        module, name, mesh, whole if isinstance(module, Embedding) else placement
     )
 
 
