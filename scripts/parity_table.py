@@ -2,9 +2,10 @@
 
     python -m scripts.parity_table [--only WORD ...]
 
-Ten steps of the real trainer each, on CPU processes, in float32: tests/parity/harness.py says on what. Loss and norm
-are the largest relative differences of any step on any rank; gradients, of step 1, are measured by each parameter's
-largest. With --only, layouts whose names have all the words are run and printed, and nothing is written.
+Ten steps of the real trainer each, on CPU processes, in float32: layouts.py and moe_layouts.py of tests/parity say of
+what. Loss and norm are the largest relative differences of any step on any rank; gradients, of step 1, are measured by
+each parameter's largest. With --only, layouts whose names have all the words are run and printed, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -15,39 +16,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.parity.harness import (
-    DEEP,
-    DEEP_LAYOUTS,
-    LAYOUTS,
-    ONE_PROCESS,
-    SECTIONED_LAYOUTS,
-    Layout,
-    Record,
-    Sections,
-    make_text,
-    run,
-    worst,
-)
+from tests.parity.harness import make_text, run
+from tests.parity.layouts import LAYOUTS, ONE_PROCESS
+from tests.parity.moe_layouts import MOE_LAYOUTS
+from titanlite.verify.record import Record, worst
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- parity_table: written by scripts/parity_table.py -->", "<!-- parity_table: end -->"
 HEAD = ["| layout | processes | loss | norm | gradients |", "|---|---|---|---|---|"]
 
 
-def layouts() -> Iterator[tuple[str, Layout, Sections]]:
-    for name, layout in LAYOUTS.items():
-        yield name, layout, {}
-    for name, layout in DEEP_LAYOUTS.items():
-        yield name, layout, DEEP
-    for name, (layout, sections) in SECTIONED_LAYOUTS.items():
-        yield name, layout, sections
-
-
 def rows(only: list[str]) -> Iterator[str]:
     references: dict[str, Record] = {}
     with tempfile.TemporaryDirectory() as folder:
         text = make_text(Path(folder) / "text")
-        for name, layout, sections in layouts():
+        for name, (layout, sections) in (LAYOUTS | MOE_LAYOUTS).items():
             if not all(word in name for word in only):
                 continue
             if (key := repr(sections)) not in references:

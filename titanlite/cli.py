@@ -16,6 +16,7 @@ from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, I
 COMMANDS = {
     "train": ("titanlite.launch", "train what a TOML declares; the same as ./run_train.sh"),
     "prepare": ("titanlite.commands.prepare", "turn text into tokens or a tokenizer, and look at them"),
+    "verify": ("titanlite.commands.verify", "compare a small copy of a run under layouts with one process"),
     "config": ("titanlite.commands.config", "print, check or list runs"),
     "checkpoint": ("titanlite.commands.checkpoint", "list, verify or show checkpoints"),
 }

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,14 @@ from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
 from titanlite.command_line import Parser, print_problems, say
 from titanlite.config import check
-from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, plan_pipeline, resolve_layout
+from titanlite.config.layout import (
+    fewest_processes,
+    fixed_world_size,
+    parameter_counts,
+    plan_batch,
+    plan_pipeline,
+    resolve_layout,
+)
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
     from titanlite.data.prepare import PreparedData
 
 DEFAULT_CONFIG = "llama_debug.toml"
-DEFAULT_CPU_PROCESSES = 2
+CPU_PROCESSES = (2, 8)  # fewest and most on a CPU when nobody says how many
 WORKER = "titanlite.train"
 MOST_PROCESSES = 4096
 LARGE_FOR_A_CPU = 200_000_000  # parameters
@@ -101,8 +109,8 @@ def make_parser() -> Parser:
         "--nproc",
         metavar="N",
         default="",
-        help="processes on this machine (default: what the layout fixes, else one per GPU, else "
-        f"{DEFAULT_CPU_PROCESSES} on the CPU)",
+        help="processes on this machine (default: what the layout fixes, else one per GPU, else on the CPU what it "
+        "needs, {} to {})".format(*CPU_PROCESSES),
     )
     parser.add_argument("--setup-only", action="store_true", help="stop once the Python environment is ready")
     parser.add_argument("--version", action="version", version=f"titanlite {__version__}")
@@ -182,14 +190,25 @@ def read_process_count(option: str, environ: Mapping[str, str], problems: list[P
 
 
 def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Problem]) -> int | None:
-    """Processes of this node when nobody says: what the layout fixes, else one a GPU, else two."""
+    """Processes of this node when nobody says: what the layout fixes, else one a GPU, else the fewest that fit it, of 2
+    to 8 (what a cluster's config asks for is not started on a laptop)."""
     world = fixed_world_size(loaded.config.parallelism)
     if not world:
-        return gpus or DEFAULT_CPU_PROCESSES
+        fewest, most = CPU_PROCESSES
+        needed = fewest_processes(loaded.config.parallelism)
+        step = needed // gcd(needed, nodes.count)
+        return gpus or min(-(-fewest // step) * step, most)
     if world % nodes.count:
         allowed = f"a divisor of the layout's {world} processes"
         fix = "change NNODES, or the degrees in [parallelism]"
         problems.append(Problem(ENVIRONMENT, "NNODES", str(nodes.count), allowed, fix))
+        return None
+    if world > MOST_PROCESSES * nodes.count:
+        allowed = (
+            f"at most {MOST_PROCESSES} on a machine, and there {'is' if nodes.count == 1 else 'are'} {nodes.count}"
+        )
+        fix = "set NNODES, or lower a degree in [parallelism]"
+        problems.append(Problem(loaded.origin("parallelism"), "parallelism", f"{world} processes", allowed, fix))
         return None
     return world // nodes.count
 

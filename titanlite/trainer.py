@@ -81,7 +81,9 @@ class PendingStep:
 
     state: TrainState
     lr: float
-    scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite
+    scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite, others
+    others: tuple[str, ...]  # names of the other scalars, as a row has them
+    measured: Callable[[], dict[str, float]]  # reads what the form of parallelism adds to a row
 
 
 class Trainer:
@@ -197,7 +199,8 @@ class Trainer:
         self.parameters = self.model.parameters
         self.optimizer = AdamW(self.parameters, config.optimizer)
         counts = parameter_counts(config.model)
-        self._say(f"{counts.total:,} parameters, {ranks.world_size} x {ranks.device.type}")
+        active = f" ({counts.active:,} active)" if counts.active < counts.total else ""
+        self._say(f"{counts.total:,} parameters{active}, {ranks.world_size} x {ranks.device.type}")
 
     def _load_checkpoint(self) -> None:
         if self.resume_path is None:
@@ -211,6 +214,7 @@ class Trainer:
         training, ranks = self.config.training, self.ranks
         pipeline = plan_pipeline(self.config.model, self.config.parallelism)
         plan = plan_batch(training, ranks.layout, pipeline)
+        self.local_batch_size = plan.local_batch_size  # in force: training.local_batch_size may be far above it
         self.loader = build_train_loader(
             self.prepared,
             self.data.order(self.config.data.epochs),
@@ -279,13 +283,15 @@ class Trainer:
         stats = self.model.finish_gradients(totals[1], config.training.max_norm)
         found_inf = torch.where(torch.isfinite(loss), stats.found_inf, 1.0)
         self.optimizer.step(lr, stats.grad_scale, found_inf)
+        others = self.model.finish_step(found_inf)
         self.model.zero_grad()
 
         self.state.step += 1
         self.state.samples += config.training.global_batch_size
         self.state.tokens += self.tokens_per_step
-        scalars = DeferredScalars([loss, stats.norm, found_inf])
-        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars)
+        scalars = DeferredScalars([loss, stats.norm, found_inf, *others.values()])
+        measured = self.model.metrics()
+        self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others), measured)
 
     @property
     def tokens_per_step(self) -> int:
@@ -331,9 +337,7 @@ class Trainer:
         assert self.validation is not None
         with self.throughput.pause():
             sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)  # nats, targets, bytes
-            for batch in self.validation.batches(
-                self.ranks.data_rank, self.ranks.data_size, self.config.training.local_batch_size
-            ):
+            for batch in self.validation.batches(self.ranks.data_rank, self.ranks.data_size, self.local_batch_size):
                 part = self.model.shard(batch)
                 batch = {key: value.to(self.ranks.device, non_blocking=True) for key, value in part.items()}
                 labels = batch["labels"]
@@ -365,7 +369,8 @@ class Trainer:
             self.checkpoints.save(self.state.step, self._tensors(), manifest, wait=wait)
 
     def _tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
+        state = self.parameters | self.model.buffers
+        model = {f"model.{fqn}": tensor.detach() for fqn, tensor in state.items()}
         moments = {f"optimizer.{key}": value for key, value in self.optimizer.state_tensors().items()}
         return model | moments
 
@@ -373,7 +378,7 @@ class Trainer:
 
     def _report(self, done: PendingStep, validate: Callable[[], dict[str, float]] | None = None) -> None:
         """Reads a launched step's numbers, stops all ranks if they are not finite, logs them when it is time."""
-        loss, norm, not_finite = done.scalars.get()
+        loss, norm, not_finite, *others = done.scalars.get()
         step = done.state.step
         if not_finite:
             if self.checkpoints is not None:
@@ -394,8 +399,9 @@ class Trainer:
             "lr": done.lr,
             "samples": done.state.samples,
             "tokens": done.state.tokens,
+            **dict(zip(done.others, others, strict=True)),
             **self.throughput.row(),
-            **self.model.metrics(),
+            **done.measured(),
             **(self.checkpoints.metrics() if self.checkpoints else {}),
             **extra,
         }

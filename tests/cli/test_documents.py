@@ -13,9 +13,11 @@ import pytest
 
 from tests.cli.processes import LAUNCH, ROOT, TITANLITE, run
 from titanlite.commands.prepare import make_parser as make_prepare_parser
+from titanlite.commands.verify import make_parser as make_verify_parser
 from titanlite.config.load import load
 from titanlite.data.text import embedded_text
 from titanlite.launch import make_parser
+from titanlite.verify.layouts import read_layouts
 
 README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
@@ -25,7 +27,7 @@ INLINE = [
     command
     for document in DOCUMENTS
     for command in re.findall(
-        r"`((?:\./run_train\.sh|titanlite config|titanlite prepare) [^`]*)`", document.read_text()
+        r"`((?:\./run_train\.sh|titanlite config|titanlite prepare|titanlite verify) [^`]*)`", document.read_text()
     )
 ]
 COMMANDS = sorted({*LINES, *INLINE})
@@ -59,6 +61,9 @@ def test_command_is_accepted(command: str) -> None:
             ["0" if word == "K" else word for word in words[2:]]
         )
         assert not rest
+    elif words[:2] == ["titanlite", "verify"]:  # run by test_verify_command
+        options, overrides = make_verify_parser().parse_known_args(words[3:])
+        assert read_layouts(words[2], overrides, options.layout or ["auto"])
     elif words[0] == "titanlite":
         done = run(TITANLITE, *words[1:])
         assert done.returncode == 0, done.stderr

@@ -18,7 +18,9 @@ import pytest
 
 from scripts.draw_layouts import descendants
 from tests.cli.processes import LAUNCH, ROOT, TITANLITE, assert_refused, environment, run
-from tests.parity.harness import BASE, data_section, make_text, merge
+from tests.harness.training import merge
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE
 from titanlite.config.load import dump
 from titanlite.config.schema import Config
 

@@ -27,6 +27,10 @@ ARGUMENTS = {
     "--nproc 0": (["--nproc", "0"], ["--nproc", "an integer from 1"]),
     "--nproc text": (["--nproc", "two"], ["--nproc", '"two"']),
     "world that is not the layout's": (["--nproc", "3", "--parallelism.dp_shard", "2"], ["parallelism", "3 processes"]),
+    "a layout of more processes than a machine can start": (
+        ["--parallelism.dp_shard", "6000", "--training.global_batch_size", "6000"],
+        ["command line: parallelism", "6000 processes", "at most 4096 on a machine", "NNODES"],
+    ),
     "batch that does not divide": (["--nproc", "5"], ["training.global_batch_size"]),
     "missing data": (["--data.sources", '[{path = "nowhere"}]'], ["data.sources", "nowhere"]),
     "missing tokenizer": (["--tokenizer.path", "nowhere.model"], ["tokenizer.path", "nowhere.model"]),

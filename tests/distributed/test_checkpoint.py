@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.harness.distributed import WorkerFailed, run_distributed
-from tests.harness.training import build, full_tensors, rank_batches, train_step
+from tests.harness.training import build, rank_batches, train_step
 from titanlite.checkpoint import dcp, storage
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import CheckpointError
 from titanlite.config.problems import InputError
 from titanlite.config.schema import CheckpointConfig, CommConfig, ParallelismConfig, RunConfig
 from titanlite.parallel import runtime
+from titanlite.verify.record import full_tensors
 
 PARTS: dict[str, Any] = {"train_state": {}, "layout": {}, "config": {}}
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.distributed import WorkerFailed, run_distributed
-from tests.harness.training import largest_error, merge, run_training
+from tests.harness.training import merge, run_training
 from tests.unit.model.helpers import batch, gradients, small_config, small_model
 from titanlite.config.layout import resolve_layout
 from titanlite.config.schema import ActivationCheckpointConfig, ParallelismConfig
@@ -28,13 +28,12 @@ from titanlite.parallel.context_parallel import (
     AllGather,
     Exchange,
     Ring,
-    allgather_attention,
     apply_context_parallel,
-    ring_attention,
     shard_sequence,
     zigzag_positions,
 )
 from titanlite.parallel.mesh import Meshes
+from titanlite.verify.record import largest_error
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,12 @@ def attend_whole(case: Case, method: str, masked: bool) -> list[float]:
     assert group is not None
     tensors = [part(x) for x in whole(case)]
     if method == "ring":
-        got = with_gradients(ring_attention, tensors, group)
+        got = with_gradients(Ring(group), tensors)
     else:
         documents = part(documents_of(case), 1) if masked else None
         positions = zigzag_positions(dist.get_rank(), dist.get_world_size(), tensors[0].shape[2])
         mask = AllGather(group).mask(documents, positions, case.dtype)
-        got = with_gradients(allgather_attention, tensors, group, mask)
+        got = with_gradients(AllGather(group), tensors, mask)
     assert all(x.dtype == case.dtype for x in got)
     wanted = reference(case, masked)
     return [difference(g, w) for g, w in zip(got, wanted, strict=True)]
@@ -130,7 +129,7 @@ def test_attention_is_that_of_the_whole_sequence(size: int, method: str, masked:
 
 
 @pytest.mark.parametrize(("method", "masked"), [("ring", False), ("allgather", False), ("allgather", True)])
-def test_in_bfloat16_it_is_as_near_as_one_process(method: str, masked: bool) -> None:
+def test_in_bfloat16_it_is_less_than_twice_as_far_as_one_process(method: str, masked: bool) -> None:
     """To float32. Measured: 1.0 to 1.7 times SDPA's own error, since a ring's blocks are rounded before merging."""
     case = Case(*GQA, 512, dtype=torch.bfloat16)
     alone = run_distributed(_attend, 1, [(case, "allgather", masked)])[0][0]
@@ -147,7 +146,8 @@ def test_alone_it_is_sdpa_bit_for_bit() -> None:
 def _alone() -> bool:
     tensors = whole(Case(*GQA, 48))
     group = dist.group.WORLD
-    mine, sdpa = with_gradients(ring_attention, tensors, group), with_gradients(causal_attention, tensors)
+    assert group is not None
+    mine, sdpa = with_gradients(Ring(group), tensors), with_gradients(causal_attention, tensors)
     return all(torch.equal(a, b) for a, b in zip(mine, sdpa, strict=True))
 
 
@@ -240,7 +240,7 @@ def _order() -> tuple[list[str], list[str], bool]:
     context_parallel.kernel_for = lambda q: Logged()
     tensors = [part(x) for x in whole(Case(*GQA, 64, dtype=torch.bfloat16))]
     q, k, v = (x.requires_grad_() for x in tensors[:3])
-    out = ring_attention(q, k, v, dist.group.WORLD)  # type: ignore[arg-type]
+    out = Ring(dist.group.WORLD)(q, k, v)  # type: ignore[arg-type]
     forward = log.copy()
     out.backward(tensors[3])
     return forward, log[len(forward) :], all(request.waited for request in posted)
@@ -263,7 +263,7 @@ def _bytes_sent(case: Case) -> int:
         return post(operations)
 
     dist.batch_isend_irecv = counting  # type: ignore[assignment]
-    with_gradients(ring_attention, [part(x) for x in whole(case)], dist.group.WORLD)
+    with_gradients(Ring(dist.group.WORLD), [part(x) for x in whole(case)])  # type: ignore[arg-type]
     return sent[0]
 
 
@@ -335,7 +335,7 @@ def _saved() -> list[torch.Size]:
 
     q, k, v = (part(x).requires_grad_() for x in whole(Case(*GQA, 64))[:3])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        ring_attention(q, k, v, dist.group.WORLD)  # type: ignore[arg-type]
+        Ring(dist.group.WORLD)(q, k, v)  # type: ignore[arg-type]
     return shapes
 
 
@@ -400,13 +400,13 @@ def _odd() -> None:
 # ---- the model
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("method", ["ring", "allgather"])
-def test_compiled_blocks_are_one_graph_and_the_same(method: str, recompute: bool) -> None:
-    run_distributed(_compiled, 2, method, recompute, timeout=120)
+def test_compiled_blocks_are_one_graph_and_the_same(method: str, mode: str) -> None:
+    run_distributed(_compiled, 2, method, mode, timeout=120)
 
 
-def _compiled(method: Any, recompute: bool) -> None:
+def _compiled(method: Any, mode: Any) -> None:
     """fullgraph: no breaks. aot_eager runs the traced graphs without a C++ compiler."""
     meshes = Meshes(resolve_layout(ParallelismConfig(cp=2), 2), "cpu")
     config = small_config()
@@ -419,10 +419,9 @@ def _compiled(method: Any, recompute: bool) -> None:
     for is_compiled in (False, True):
         model = small_model(config)
         apply_context_parallel(model, meshes.cp, method)
-        blocks = list(model.layers.values())
-        apply_activation_checkpoint(blocks, ActivationCheckpointConfig(mode="full" if recompute else "none"))
+        apply_activation_checkpoint(model.layers, ActivationCheckpointConfig(mode=mode))
         if is_compiled:
-            for block in blocks:
+            for block in model.layers.values():
                 block.compile(backend="aot_eager", fullgraph=True)
         loss = model(**inputs)
         loss.backward()

@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import full_tensors, merge
-from tests.parity.harness import BASE, LAYOUTS, ONE_PROCESS, Layout, Recorder, make_text
+from tests.harness.training import merge
+from tests.parity.harness import make_text
+from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.schema import Config
 from titanlite.data.phase import RunData
 from titanlite.data.shards import TokenShards
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
+from titanlite.verify.record import Recorder, full_tensors
 
 Sections = Mapping[str, Mapping[str, Any]]
 SAVING: Sections = {
@@ -126,7 +128,7 @@ def expected(data: RunData, shards: list[str], start: int, stop: int) -> list[li
 def start(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of 24 samples under FSDP 2."""
     folder = tmp_path_factory.mktemp("start") / "start"
-    done = train(LAYOUTS["fsdp 2"], text, folder, 2, a=0.7, b=0.3)
+    done = train(LAYOUTS["fsdp 2"][0], text, folder, 2, a=0.7, b=0.3)
     assert ids(done) == list(range(48))
     assert samples(done) == expected(record(folder, 2), done[0].shards, 0, 48)
     return folder
@@ -156,7 +158,7 @@ def test_another_tokenizer_and_seq_len_are_always_refused(text: Path, start: Pat
 
 def test_another_batch_goes_on_with_the_next_sample(text: Path, start: Path, tmp_path: Path) -> None:
     run = copied(start, tmp_path / "run")
-    done = train(LAYOUTS["ddp 3"], text, run, 4, {"training": {"global_batch_size": 30, "local_batch_size": 5}},
+    done = train(LAYOUTS["ddp 3"][0], text, run, 4, {"training": {"global_batch_size": 30, "local_batch_size": 5}},
                  a=0.7, b=0.3)  # fmt: skip
     assert ids(done) == list(range(48, 108))
     assert samples(done) == expected(record(start, 2), done[0].shards, 48, 108)
@@ -192,7 +194,7 @@ def test_another_mix_from_the_next_sample_on(text: Path, start: Path, tmp_path: 
     assert resumed[0].hash == annealed[0].hash
 
     # On two processes again, and without the key, since nothing changes.
-    last = train(LAYOUTS["fsdp 2"], text, one, 7, {"training": {"global_batch_size": 8, "local_batch_size": 4}},
+    last = train(LAYOUTS["fsdp 2"][0], text, one, 7, {"training": {"global_batch_size": 8, "local_batch_size": 4}},
                  b=0.5, c=0.5)  # fmt: skip
     assert ids(last) == list(range(96, 104))
     assert samples(last) == expected(data, last[0].shards, 96, 104)

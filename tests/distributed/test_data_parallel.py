@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import TINY, build, full_tensors, merge, rank_batches, train_step
+from tests.harness.training import TINY, build, merge, rank_batches, train_step
 from titanlite.config.schema import Config
 from titanlite.model.transformer import Block
 from titanlite.parallel import runtime
 from titanlite.parallel.gradients import finish, global_norm
+from titanlite.verify.record import full_tensors
 
 FSDP2 = {"parallelism": {"dp_shard": 2}}
 FSDP3 = {"parallelism": {"dp_shard": 3}}

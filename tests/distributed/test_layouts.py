@@ -4,7 +4,8 @@ from functools import cache
 
 import pytest
 
-from tests.harness.training import Sections, largest_error, merge, run_training
+from tests.harness.training import Sections, merge, run_training
+from titanlite.verify.record import largest_error
 
 STEPS = 3
 ACCUMULATE = {"training": {"local_batch_size": 2}}

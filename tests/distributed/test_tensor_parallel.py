@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_checkpoint import assert_same, load_trained, train_and_save
 from tests.harness.distributed import run_distributed
-from tests.harness.training import TINY, Sections, build, largest_error, merge, rank_batches, run_training, train_step
+from tests.harness.training import TINY, Sections, build, merge, rank_batches, run_training, train_step
 from titanlite.config.layout import shards_are_found
 from titanlite.config.schema import Config
 from titanlite.model.transformer import Block, Transformer
 from titanlite.parallel import collectives, runtime, tensor_parallel
 from titanlite.parallel.parallelize import local_block, materialise
+from titanlite.verify.record import largest_error
 
 MODEL: Sections = {"model": {"n_heads": 4, "n_kv_heads": 2}}
 TIED_257: Sections = {"model": {"vocab_size": 257, "vocab_pad_multiple": 1, "tie_word_embeddings": True}}
@@ -287,15 +288,16 @@ def bytes_sent(sections: Sections) -> Counter[str]:
     return sent
 
 
-@pytest.mark.parametrize(("mode", "recomputed"), [("none", 0), ("full", 1)])
-def test_what_a_step_sends(mode: str, recomputed: int) -> None:
-    """4 gathers and 4 scatters a block, 2 of each for embedding and head; recomputation repeats a block's forward."""
+@pytest.mark.parametrize(("mode", "gathers", "scatters"), [("none", 0, 0), ("full", 2, 1), ("selective", 2, 0)])
+def test_what_a_step_sends(mode: str, gathers: int, scatters: int) -> None:
+    """4 gathers and 4 scatters a block, 2 of each for embedding and head, and what recomputation adds to a block's."""
     sections = merge(WIDE, layout(2), {"activation_checkpoint": {"mode": mode}})
     states = 6 * 32 * 64 * 4  # two microbatches' [B, S, dim] in fp32
     for sent in run_distributed(bytes_sent, 2, sections):
-        # Recomputation stops once it has what backward needs: the last scatter of a block is not among it.
-        assert sent["gather"] == states * (2 * (4 + 2 * recomputed) + 2), sent
-        assert sent["scatter"] == states * (2 * (4 + recomputed) + 2), sent
+        # Recomputation stops once it has what backward needs: the last scatter of a block is not among it. Selective
+        # recomputation has kept the first one's result.
+        assert sent["gather"] == states * (2 * (4 + gathers) + 2), sent
+        assert sent["scatter"] == states * (2 * (4 + scatters) + 2), sent
 
 
 # ---- checkpoints

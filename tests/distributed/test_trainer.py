@@ -13,7 +13,8 @@ import torch
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import merge
-from tests.parity.harness import BASE, ONE_PROCESS, data_section, make_text
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE, ONE_PROCESS
 from titanlite.config.schema import Config
 from titanlite.data.documents import document_numbers
 from titanlite.data.loader import Batch
@@ -74,6 +75,22 @@ def _validate(sections: Sections) -> tuple[float, float, int]:
     return trainer.validate()["validation_loss"], nats / targets, n
 
 
+def _validation_rows(sections: Sections) -> set[int]:
+    """Rows of the batches that are validated on."""
+    config = Config.model_validate(sections)
+    trainer = Trainer(config, runtime.start(config.comm, config.run, config.parallelism))
+    rows: set[int] = set()
+    evaluate = trainer.model.evaluate
+
+    def noted(batch: Batch) -> torch.Tensor:
+        rows.add(batch["tokens"].shape[0])
+        return evaluate(batch)
+
+    trainer.model.evaluate = noted  # type: ignore[method-assign, assignment]
+    trainer.validate()
+    return rows
+
+
 def train(text: Path, folder: Path, sections: Sections, worker: Any = _train) -> Any:
     here: Sections = {
         "tokenizer": {"path": str(text / "tokenizer.model")},
@@ -109,6 +126,12 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(
     assert seen["collecting"] == [gc_freq == 0] * 10
     assert len(seen["collected"]) == collected
     assert seen["after"]
+
+
+def test_validation_takes_no_larger_batches_than_training(text: Path, tmp_path: Path) -> None:
+    """local_batch_size is a maximum. What fits into memory is the divisor of a rank's 24 samples that training uses."""
+    sections: Sections = {"validation": {"enable": True, "samples": 0}, "training": {"local_batch_size": 11}}
+    assert train(text, tmp_path, sections, _validation_rows) == {8}
 
 
 def test_validation_stays_within_documents_when_they_are_masked(text: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ MODULES = (
     "titanlite.data.loader",
     "titanlite.checkpoint.manager",
     "titanlite.trainer",
+    "titanlite.verify.record",
 )
 
 for module in MODULES:

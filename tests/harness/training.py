@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
 from titanlite.config.layout import plan_batch, plan_pipeline
@@ -21,6 +19,7 @@ from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
 from titanlite.parallel import gradients, runtime
 from titanlite.parallel.parallelize import Batch, ParallelModel, parallelize
+from titanlite.verify.record import full_tensors
 
 IGNORED = -100
 Sections = Mapping[str, Mapping[str, Any]]
@@ -143,6 +142,7 @@ def train_step(
     loss = ranks.sum_over_data(model.forward_backward(batches))
     stats = model.finish_gradients(tokens, config.training.max_norm)
     optimizer.step(lr_at(step, config.optimizer.lr, config.lr_scheduler), stats.grad_scale, stats.found_inf)
+    model.finish_step(stats.found_inf)
     return (loss / tokens).item(), stats, tokens
 
 
@@ -166,39 +166,3 @@ def rank_batches(config: Config, ranks: runtime.Ranks, step: int) -> list[Batch]
         {name: rows[first : first + plan.local_batch_size] for name, rows in whole.items()}
         for first in range(start, start + plan.rank_samples, plan.local_batch_size)
     ]
-
-
-def full_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole plain tensors on the CPU, gathered from all ranks, those of other pipeline stages too. Collective.
-
-    Of what this rank has a copy of its own (tied embeddings in two stages), it is that copy.
-    """
-    whole = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-        for name, tensor in named.items()
-    }
-    if not dist.is_initialized():
-        return whole
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, list(whole))
-    if all(other == names[0] for other in names):
-        return whole
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, whole)
-    for part in parts:
-        whole = part | whole
-    return whole
-
-
-def largest_error(grads: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest difference of any gradient, relative to its parameter's largest, and whose it is."""
-    assert grads.keys() == reference.keys(), f"other parameters: {grads.keys() ^ reference.keys()}"
-    errors = {}
-    for name, expected in reference.items():
-        assert grads[name].shape == expected.shape, f"{name}: {grads[name].shape}, expected {expected.shape}"
-        largest = expected.abs().max().item()
-        assert largest > 0, f"{name} has no gradient to compare"
-        difference = (grads[name] - expected).abs().max().item()
-        errors[name] = difference / largest if difference == difference else float("inf")
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst

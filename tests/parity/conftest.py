@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.training import merge
 from tests.parity import harness
-from tests.parity.harness import DEEP, MASKED, TIED, Record, Sections
+from tests.parity.layouts import MASKED, ONE_PROCESS, Sections
+from titanlite.verify.record import Record
 
 OneProcess = Callable[[Sections], Record]
 
@@ -25,7 +25,7 @@ def one_process(text: Path) -> OneProcess:
     def run(sections: Sections) -> Record:
         key = repr(sections)
         if key not in made:
-            made[key] = harness.run(harness.ONE_PROCESS, text, sections=sections)[0]
+            made[key] = harness.run(ONE_PROCESS, text, sections=sections)[0]
         return made[key]
 
     return run
@@ -34,21 +34,6 @@ def one_process(text: Path) -> OneProcess:
 @pytest.fixture(scope="session")
 def reference(one_process: OneProcess) -> Record:
     return one_process({})
-
-
-@pytest.fixture(scope="session")
-def tied_reference(one_process: OneProcess) -> Record:
-    return one_process(TIED)
-
-
-@pytest.fixture(scope="session")
-def deep_reference(one_process: OneProcess) -> Record:
-    return one_process(DEEP)
-
-
-@pytest.fixture(scope="session")
-def deep_tied_reference(one_process: OneProcess) -> Record:
-    return one_process(merge(DEEP, TIED))
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,15 @@ from titanlite import trainer
 from titanlite.data import loader
 from titanlite.data.order import SampleOrder
 from titanlite.data.prepare import PreparedData
-from titanlite.model import attention, transformer
+from titanlite.model import attention, expert_balance, moe, transformer
 from titanlite.model.layers import Linear, RMSNorm
 from titanlite.optim import optimizer
 from titanlite.parallel import (
+    activation_checkpoint,
     collectives,
     context_parallel,
     data_parallel,
+    expert_parallel,
     gradients,
     mesh,
     parallelize,
@@ -42,15 +44,14 @@ from titanlite.parallel import (
 class Fault:
     layout: str
     plant: Callable[[], None]
-    kind: str = ""  # of the run it is planted in: "", "masked", "tied", "deep" or "deep tied"
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(layout: str, kind: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
+def fault(layout: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(plant: Callable[[], None]) -> Callable[[], None]:
-        FAULTS[plant.__name__] = Fault(layout, plant, kind)
+        FAULTS[plant.__name__] = Fault(layout, plant)
         return plant
 
     return add
@@ -210,7 +211,7 @@ def validation_counts_its_padding() -> None:
     _set(loader.ValidationData, "batches", unpadded)
 
 
-@fault("ddp 2, accumulation 4", kind="masked")
+@fault("ddp 2, accumulation 4, masked")
 def one_rank_has_no_documents() -> None:
     right = parallelize.ParallelModel._inputs
 
@@ -223,7 +224,7 @@ def one_rank_has_no_documents() -> None:
     _set(parallelize.ParallelModel, "_inputs", forgetful)
 
 
-@fault("fsdp 2", kind="masked")
+@fault("fsdp 2, accumulation 2, full recomputation, masked")
 def validation_has_no_documents() -> None:
     right = loader.ValidationData.batches
 
@@ -320,7 +321,7 @@ def recomputation_sees_other_rotary_angles() -> None:
     _set(attention, "apply_rope", drifting)
 
 
-@fault("fsdp 2", kind="masked")
+@fault("fsdp 2, accumulation 2, full recomputation, masked")
 def documents_start_one_token_late() -> None:
     right = transformer.document_mask
 
@@ -330,7 +331,7 @@ def documents_start_one_token_late() -> None:
     _set(transformer, "document_mask", late)
 
 
-@fault("fsdp 2, accumulation 2, full recomputation", kind="masked")
+@fault("fsdp 2, accumulation 2, full recomputation, masked")
 def recomputation_has_the_causal_mask_only() -> None:
     right = attention.Attention.forward
     calls = [0]
@@ -586,7 +587,7 @@ def gathered_gradients_are_not_reduced() -> None:
     _set(context_parallel, "scatter_sum", own)
 
 
-@fault("cp 2 gathered", kind="masked")
+@fault("cp 2 gathered, masked")
 def documents_are_not_gathered() -> None:
     right = context_parallel.gather_sequence
 
@@ -605,6 +606,58 @@ def gathered_keys_are_masked_by_row_order() -> None:
         return torch.full_like(mask, -torch.inf).triu(1)
 
     _set(context_parallel.AllGather, "mask", by_row)
+
+
+# ---- selective recomputation
+
+
+@fault("fsdp 2, accumulation 2, selective recomputation")
+def recomputed_keys_are_one_position_late() -> None:
+    right = attention.apply_rope
+    calls = [0]
+
+    def late(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # 3 blocks rotate q and k: 6 calls in the forward pass of a microbatch, then 6 in its recomputation. Queries and
+        # keys moved together would change nothing: positions are relative.
+        recomputing, keys = calls[0] % 12 >= 6, calls[0] % 2 == 1
+        calls[0] += 1
+        positions = int(recomputing and keys)  # rolled by none in forward: other operators would be noticed by torch
+        return right(x, cos.roll(positions, -3), sin.roll(positions, -3))
+
+    _set(attention, "apply_rope", late)
+
+
+@fault("tp 2, accumulation 4, selective recomputation")
+def recomputation_gathers_tokens_out_of_order() -> None:
+    right = tensor_parallel.gather_sequence
+    calls = [0]
+
+    def shifted(x: Tensor, group: Any) -> Tensor:
+        # 3 blocks and the head: 7 calls in the forward pass of a microbatch, then 6 in its recomputation.
+        recomputing = calls[0] % 13 >= 7
+        calls[0] += 1
+        return right(x.roll(int(recomputing), 1), group)
+
+    _set(tensor_parallel, "gather_sequence", shifted)
+
+
+@fault("cp 2, accumulation 2, selective recomputation")
+def what_was_kept_is_rounded() -> None:
+    right = activation_checkpoint.create_selective_checkpoint_contexts
+
+    def rounded(policy: Any) -> Any:
+        forward, recomputation = right(policy)
+        dispatch = type(recomputation).__torch_dispatch__
+
+        class Rounded(type(recomputation)):  # type: ignore[misc]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = dispatch(self, func, types, args, kwargs)
+                return out.bfloat16().float() if func == activation_checkpoint.PRODUCT else out
+
+        recomputation.__class__ = Rounded
+        return forward, recomputation
+
+    _set(activation_checkpoint, "create_selective_checkpoint_contexts", rounded)
 
 
 # ---- pipelines
@@ -646,7 +699,7 @@ def every_run_of_a_schedule_drops_the_ones_before() -> None:
     _set(pipeline_parallel.Pipeline, "_run", forgetful)
 
 
-@fault("pp 2, GPipe")
+@fault("pp 2, GPipe, three microbatches")
 def labels_come_in_another_order_than_tokens() -> None:
     right = pipeline_parallel.split
 
@@ -678,7 +731,7 @@ def validation_loses_a_microbatch() -> None:
     _set(pipeline_parallel.Pipeline, "evaluate", losing)
 
 
-@fault("pp 2", kind="masked")
+@fault("pp 2, masked")
 def later_stages_have_the_first_microbatchs_documents() -> None:
     right = pipeline_parallel.Stage.forward_one_chunk
 
@@ -691,12 +744,12 @@ def later_stages_have_the_first_microbatchs_documents() -> None:
     _set(pipeline_parallel.Stage, "forward_one_chunk", first)
 
 
-@fault("pp 3", kind="tied")
+@fault("pp 3, tied")
 def copies_of_a_tied_table_are_not_summed() -> None:
     _set(pipeline_parallel.Pipeline, "_sum_tied_gradients", lambda self: None)
 
 
-@fault("pp 3", kind="tied")
+@fault("pp 3, tied")
 def a_tied_table_counts_twice_in_the_norm() -> None:
     right = pipeline_parallel.Pipeline.__init__
 
@@ -707,7 +760,7 @@ def a_tied_table_counts_twice_in_the_norm() -> None:
     _set(pipeline_parallel.Pipeline, "__init__", counting)
 
 
-@fault("pp 2, ZBVZeroBubble", kind="deep tied")
+@fault("pp 2, ZBVZeroBubble, tied")
 def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
     right = pipeline_parallel.Pipeline._renew_second_copies
     calls = [0]
@@ -720,7 +773,7 @@ def the_last_stage_keeps_its_first_copy_of_a_tied_table() -> None:
     _set(pipeline_parallel.Pipeline, "_renew_second_copies", once)
 
 
-@fault("pp 2, DualPipeV", kind="deep")
+@fault("pp 2, DualPipeV")
 def two_stages_have_each_others_layers() -> None:
     right = parallelize.stage_parts
 
@@ -729,3 +782,97 @@ def two_stages_have_each_others_layers() -> None:
         return right(replace(plan, layers=(first, third, second, last)), rank)
 
     _set(parallelize, "stage_parts", swapped)
+
+
+# ---- experts
+
+
+@fault("softmax: tp 2")
+def router_gradient_is_not_summed_over_tp() -> None:
+    right = tensor_parallel._split_moe
+
+    def unreduced(layer: Any, *args: Any) -> None:
+        right(layer, *args)
+        router = layer.router
+        router.forward = lambda x: router.route(x, router.weight.to_local(grad_placements=[Replicate()]))
+
+    _set(tensor_parallel, "_split_moe", unreduced)
+
+
+@fault("deepseek: ddp 3, full recomputation")
+def recomputed_tokens_count_again() -> None:
+    _set(activation_checkpoint, "uncounted", nullcontext)
+
+
+@fault("softmax: cp 2, accumulation 2")
+def balancing_loss_is_a_mean_over_microbatches() -> None:
+    right = moe.add_objective
+    _set(moe, "add_objective", lambda x, objective: right(x, objective / 2))
+
+
+@fault("softmax: ep 2")
+def expert_gradients_are_divided_by_ep() -> None:
+    right = expert_parallel._local
+
+    def divided(weight: Tensor) -> Tensor:
+        local = right(weight)
+        if local.requires_grad:
+            local.register_hook(lambda gradient: gradient / 2)
+        return local
+
+    _set(expert_parallel, "_local", divided)
+
+
+@fault("softmax: ep 2 of cp 2")
+def part_of_a_sequence_balances_itself() -> None:
+    _set(expert_parallel, "_sum", lambda counts, groups: counts)
+
+
+@fault("softmax: ep 2")
+def rows_come_back_in_another_order() -> None:
+    right = expert_parallel.from_experts
+    _set(expert_parallel, "from_experts", lambda rows, exchange: right(rows, exchange).roll(1, 0))
+
+
+@fault("softmax: ep 2")
+def rows_stay_sorted_by_rank() -> None:
+    right = expert_parallel.plan_exchange
+
+    def as_they_come(counts: Tensor, group: Any) -> Any:
+        exchange = right(counts, group)
+        return exchange._replace(place=torch.arange(len(exchange.place)))
+
+    _set(expert_parallel, "plan_exchange", as_they_come)
+
+
+@fault("deepseek: ep 4")
+def biases_follow_the_loads_of_the_own_rank() -> None:
+    right = expert_balance.ExpertBalance.take
+
+    def remembering(self: Any) -> tuple[Tensor, Tensor]:
+        loads, sums = right(self)
+        self.own_loads = loads.clone()
+        return loads, sums
+
+    update = expert_balance.ExpertBalance.update_biases
+    _set(expert_balance.ExpertBalance, "take", remembering)
+    _set(
+        expert_balance.ExpertBalance,
+        "update_biases",
+        lambda self, loads, found_inf: update(self, self.own_loads, found_inf),
+    )
+
+
+@fault("deepseek: ep 2 x replicas 2")
+def replicas_of_experts_are_not_reduced() -> None:
+    _set(mesh.Meshes, "expert_hsdp", property(lambda self: self.efsdp))
+
+
+@fault("softmax: ep 2")
+def router_chooses_among_its_own_ranks_experts() -> None:
+    right = expert_parallel.ExpertDispatcher.dispatch
+
+    def near(self: Any, x: Tensor, experts: Tensor) -> Any:
+        return right(self, x, experts % 4 + 4 * dist.get_rank())
+
+    _set(expert_parallel.ExpertDispatcher, "dispatch", near)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,27 +9,10 @@ import pytest
 from torch import Tensor
 
 from tests.harness.training import merge
-from tests.parity.harness import (
-    DEEP,
-    DEEP_LAYOUTS,
-    LAYOUTS,
-    MASKED,
-    SECTIONED_LAYOUTS,
-    STEPS,
-    TIED,
-    Layout,
-    Record,
-    Sections,
-    deviations,
-    run,
-    worst,
-)
-
-
-def assert_changes_nothing(name: str, layout: Layout, text: Path, sections: Sections, reference: Record) -> None:
-    records = run(layout, text, sections=sections)
-    print(name, worst(records, reference))
-    assert not deviations(records, reference)
+from tests.parity.conftest import OneProcess
+from tests.parity.harness import run
+from tests.parity.layouts import LAYOUTS, STEPS
+from titanlite.verify.record import Record, deviations, worst
 
 
 def test_reference_is_a_real_run(reference: Record) -> None:
@@ -43,67 +25,11 @@ def test_reference_is_a_real_run(reference: Record) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_changes_nothing(name: str, text: Path, reference: Record, record_property: object) -> None:
-    assert_changes_nothing(name, LAYOUTS[name], text, {}, reference)
-
-
-@pytest.mark.parametrize("name", DEEP_LAYOUTS)
-def test_layout_changes_nothing_in_a_deep_model(name: str, text: Path, deep_reference: Record) -> None:
-    assert_changes_nothing(name, DEEP_LAYOUTS[name], text, DEEP, deep_reference)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pp 4, 1F1B",
-        "pp 2 x dp_replicate 2, ZBVZeroBubble",
-        "pp 2 x dp_replicate 2, DualPipeV",
-        "pp 2 x fsdp 2, InterleavedZeroBubble",
-    ],
-)
-def test_layout_changes_nothing_in_a_deep_tied_model(name: str, text: Path, deep_tied_reference: Record) -> None:
-    assert_changes_nothing(name, DEEP_LAYOUTS[name], text, merge(DEEP, TIED), deep_tied_reference)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp 3",
-        "fsdp 3",
-        "hsdp 2x2, zero 2, accumulation 2",
-        "accumulation 4",
-        "cp 2",
-        "pp 3",
-        "pp 2 x fsdp 2, zero 3, accumulation 2",
-    ],
-)
-def test_layout_changes_nothing_when_embeddings_are_tied(name: str, text: Path, tied_reference: Record) -> None:
-    assert_changes_nothing(name, LAYOUTS[name], text, TIED, tied_reference)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp 2, accumulation 4",
-        "fsdp 2, accumulation 2, full recomputation",
-        "hsdp 2x2",
-        "cp 2 gathered",
-        "cp 4 gathered",
-        "cp 2 gathered x fsdp 2",
-        "cp 2 gathered x fsdp 2, full recomputation",
-        "pp 2",
-        "pp 2, accumulation 3",
-        "pp 2, full recomputation",
-    ],
-)
-def test_layout_changes_nothing_when_documents_are_masked(name: str, text: Path, masked_reference: Record) -> None:
-    assert_changes_nothing(name, LAYOUTS[name], text, MASKED, masked_reference)
-
-
-@pytest.mark.parametrize("name", SECTIONED_LAYOUTS)
-def test_tensor_parallelism_changes_nothing(name: str, text: Path, one_process: Callable[[Sections], Record]) -> None:
-    layout, sections = SECTIONED_LAYOUTS[name]
-    assert_changes_nothing(name, layout, text, sections, one_process(sections))
+def test_layout_changes_nothing(name: str, text: Path, one_process: OneProcess) -> None:
+    layout, sections = LAYOUTS[name]
+    records, reference = run(layout, text, sections=sections), one_process(sections)
+    print(name, worst(records, reference))
+    assert not deviations(records, reference)
 
 
 def test_document_masks_change_the_run(reference: Record, masked_reference: Record) -> None:
@@ -114,13 +40,13 @@ def test_document_masks_change_the_run(reference: Record, masked_reference: Reco
 
 
 def test_loader_processes_change_nothing(text: Path, reference: Record) -> None:
-    records = run(LAYOUTS["fsdp 2, accumulation 2"], text, sections={"data": {"num_workers": 1}})
+    records = run(LAYOUTS["fsdp 2, accumulation 2"][0], text, sections={"data": {"num_workers": 1}})
     assert not deviations(records, reference)
 
 
 def test_the_vocabulary_padding_changes_nothing(text: Path, reference: Record) -> None:
     """Only the padding rows themselves differ, so gradients are compared on the real rows."""
-    records = run(LAYOUTS["fsdp 2"], text, sections={"model": {"vocab_pad_multiple": 128}})
+    records = run(LAYOUTS["fsdp 2"][0], text, sections={"model": {"vocab_pad_multiple": 128}})
     assert records[0].gradients["output.weight"].shape[0] == 384
     assert reference.gradients["output.weight"].shape[0] == 301
     real = replace(reference, init_hash="", gradients=real_rows(reference.gradients))
@@ -134,12 +60,18 @@ def real_rows(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_bfloat16_layouts_agree_within_its_own_tolerance(text: Path) -> None:
-    """Measured: losses within 2e-4, norms within 1e-2 of one process over ten steps; the bounds are five times that."""
-    sections = {"training": {"mixed_precision_param": "bfloat16"}}
-    reference = run(LAYOUTS["accumulation 2"], text, sections=sections)[0]
-    for name in ("ddp 2", "fsdp 2, accumulation 4", "hsdp 2x2, zero 1, accumulation 2"):
-        records = run(LAYOUTS[name], text, sections=sections)
-        found = worst(records, reference)
+    """Measured: losses within 2e-4, norms within 1e-2, gradients within 1.1e-2 of one process, over ten steps; the
+    bounds are five times that."""
+    bfloat16 = {"training": {"mixed_precision_param": "bfloat16"}}
+    references: dict[str, Record] = {}
+    for name in ("ddp 2", "fsdp 2, accumulation 4", "hsdp 2x2, zero 1, accumulation 2", "cp 2", "pp 2", "tp 2"):
+        layout, other = LAYOUTS[name]
+        sections = merge(other, bfloat16)
+        key = repr(sections)
+        if key not in references:
+            references[key] = run(LAYOUTS["accumulation 2"][0], text, sections=sections)[0]
+        records = run(layout, text, sections=sections)
+        found = worst(records, references[key])
         print(name, found)
-        assert {record.init_hash for record in records} == {reference.init_hash}
-        assert found["loss"] < 1e-3 and found["norm"] < 5e-2, found
+        assert {record.init_hash for record in records} == {references[key].init_hash}
+        assert found["loss"] < 1e-3 and found["norm"] < 5e-2 and found["gradient"] < 5e-2, (name, found)

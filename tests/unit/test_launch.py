@@ -1,7 +1,18 @@
 """What the launcher says before it starts anything."""
 
+import pytest
+
 from titanlite.config.load import load
-from titanlite.launch import large_for_a_cpu
+from titanlite.launch import large_for_a_cpu, process_count
+from titanlite.machine import Nodes
+
+
+def test_processes_on_a_cpu_are_as_many_as_the_degrees_need() -> None:
+    one = Nodes()
+    for degrees, count in (([], 2), (["pp=2", "ep=2"], 4), (["tp=3"], 3), (["tp=4", "pp=4"], 8), (["dp_shard=3"], 3)):
+        loaded = load("llama_debug_moe", [f"--parallelism.{degree}" for degree in degrees])
+        assert process_count(loaded, one, 0, []) == count
+    assert process_count(load("llama_debug_moe", ["--parallelism.pp=2"]), one, 3, []) == 3
 
 
 def test_a_large_model_on_a_cpu_is_warned_about() -> None:
@@ -11,3 +22,22 @@ def test_a_large_model_on_a_cpu_is_warned_about() -> None:
     assert "at least 40 GB" in large_for_a_cpu(replicated, 2, gpus=0)[0]
     assert large_for_a_cpu(load("llama_1b"), 2, gpus=2) == []
     assert large_for_a_cpu(load("llama_debug"), 2, gpus=0) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "nodes", "processes"),
+    [
+        ([], 0, 1, 2),
+        ([], 3, 1, 3),
+        (["--parallelism.tp", "2", "--parallelism.pp", "2"], 0, 1, 4),
+        (["--parallelism.tp", "2", "--parallelism.pp", "2"], 0, 2, 2),
+        (["--parallelism.cp", "3"], 0, 1, 3),
+        (["--parallelism.cp", "3"], 0, 2, 3),
+        (["--parallelism.dp_replicate", "2"], 0, 4, 2),
+        (["--parallelism.tp", "2", "--parallelism.pp", "2"], 8, 1, 8),
+        (["--parallelism.cp", "2", "--parallelism.dp_shard", "2"], 0, 1, 4),
+    ],
+)
+def test_processes_when_nobody_says_how_many(options: list[str], gpus: int, nodes: int, processes: int) -> None:
+    found = process_count(load("llama_debug", options), Nodes(count=nodes), gpus, [])
+    assert found == processes

@@ -26,6 +26,7 @@ from titanlite.config.layout import (
     plan_batch,
     plan_pipeline,
     resolve_layout,
+    resolve_zero_stage,
     shards_are_found,
 )
 from titanlite.config.load import Loaded
@@ -33,8 +34,6 @@ from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import BLOCK, EMBEDDED, EMBEDDED_VOCAB_SIZE
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import expand
-
-NOT_AVAILABLE = ("ep",)  # degrees that cannot be above 1 yet
 
 Rule = Callable[[Loaded], list[Problem]]
 
@@ -76,12 +75,17 @@ def _value(loaded: Loaded, key: str) -> Any:
 # --- static rules ---
 
 
-def _available_degrees(loaded: Loaded) -> list[Problem]:
-    return [
-        _problem(loaded, f"parallelism.{name}", "1: this form of parallelism is not available yet", "remove the key")
-        for name in NOT_AVAILABLE
-        if getattr(loaded.config.parallelism, name) > 1
-    ]
+def _expert_parallel(loaded: Loaded) -> list[Problem]:
+    key, ep, n_experts = "parallelism.ep", loaded.config.parallelism.ep, loaded.config.model.moe.n_experts
+    if ep == 1:
+        return []
+    if n_experts == 0:
+        allowed = "1 while model.moe.n_experts is 0: a dense model has no experts to divide"
+        return [_problem(loaded, key, allowed, "remove the key; parallelism.dp_shard divides any model")]
+    if n_experts % ep:
+        allowed = f"a divisor of model.moe.n_experts = {n_experts}: every rank holds as many experts"
+        return [_problem(loaded, key, allowed, f"set it to one of {divisors(n_experts)}, or change n_experts")]
+    return []
 
 
 def _stages(loaded: Loaded) -> list[Problem]:
@@ -92,7 +96,7 @@ def _stages(loaded: Loaded) -> list[Problem]:
     return []
 
 
-def _schedule_limits(loaded: Loaded) -> list[Problem]:
+def _pipeline_schedule(loaded: Loaded) -> list[Problem]:
     parallelism = loaded.config.parallelism
     if parallelism.pp == 1:
         return []
@@ -110,13 +114,37 @@ def _schedule_limits(loaded: Loaded) -> list[Problem]:
         allowed = f"false with {schedule}, which runs backward in two parts"
         fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
         problems.append(_problem(loaded, "compile.enable", allowed, fix))
-    sharers = [name for name in ("tp", "cp") if getattr(parallelism, name) > 1]
-    if loaded.config.activation_checkpoint.mode == "full" and sharers:
+    sharers = [name for name in ("tp", "cp", "ep") if getattr(parallelism, name) > 1]
+    recomputation = loaded.config.activation_checkpoint
+    fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+    if recomputation.mode != "none" and sharers:
         allowed = f'"none" with {schedule} and {" and ".join(sharers)}: in the second part of backward each rank '
         allowed += "recomputes in an order of its own, and the ranks would wait for each other forever"
-        fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+        problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
+    elif recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
+        allowed = f'"none", "full", or a number as selective_ac_option, with {schedule}: its backward in two parts '
+        allowed += "recomputes a block twice, and what is kept can be used once"
         problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
     return problems
+
+
+def _recomputation(loaded: Loaded) -> list[Problem]:
+    config, option = loaded.config, loaded.config.activation_checkpoint.selective_ac_option
+    key = "activation_checkpoint.selective_ac_option"
+    number = int(option[:20]) if option.isascii() and option.isdigit() else 0
+    if option != "op" and not 1 <= number <= config.model.n_layers:
+        allowed = f'"op", or a number from "1" to "{config.model.n_layers}" (model.n_layers)'
+        return [_problem(loaded, key, allowed, '"2" recomputes every second block')] if option else []
+    if config.activation_checkpoint.mode != "selective" or option != "op":
+        return []
+    inside = "tp" if config.parallelism.tp > 1 else "experts" if config.model.moe.n_experts else ""
+    if config.compile.enable and inside:
+        allowed = f'"none", "full", or a number as selective_ac_option, with compile and {inside}: compiled code there '
+        allowed += "hides the operators to choose from"
+        return [
+            _problem(loaded, "activation_checkpoint.mode", allowed, 'set selective_ac_option to "2", or mode to "full"')
+        ]
+    return []
 
 
 def _empty_texts(loaded: Loaded) -> list[Problem]:
@@ -153,7 +181,31 @@ def _rope_scaling(loaded: Loaded) -> list[Problem]:
     return [_problem(loaded, "model.rope_scaling.high_freq_factor", allowed, "Llama 3.1 has 1.0 and 4.0")]
 
 
-def _schedule(loaded: Loaded) -> list[Problem]:
+def _experts(loaded: Loaded) -> list[Problem]:
+    model, moe = loaded.config.model, loaded.config.model.moe
+    if moe.n_experts == 0:
+        return []
+    problems = []
+    if not 1 <= moe.top_k <= moe.n_experts:
+        allowed = f"1 to model.moe.n_experts = {moe.n_experts}"
+        problems.append(_problem(loaded, "model.moe.top_k", allowed, "set it: Mixtral has 2 of 8, Qwen3 8 of 128"))
+    for key, size in (("model.moe.expert_dim", moe.expert_dim), ("model.dim", model.dim)):
+        if size == 0 or size % 8:
+            allowed = "a multiple of 8 while model.moe.n_experts is above 0: grouped matmuls need rows of 16 bytes"
+            problems.append(_problem(loaded, key, allowed, f"set it to {_near_multiples(size, 8)}"))
+    if moe.first_k_dense >= model.n_layers:
+        allowed = f"less than model.n_layers = {model.n_layers}"
+        fix = "leave a layer for the experts, or set model.moe.n_experts = 0"
+        problems.append(_problem(loaded, "model.moe.first_k_dense", allowed, fix))
+    return problems
+
+
+def _near_multiples(n: int, step: int) -> str:
+    below, above = n // step * step, -(-n // step) * step
+    return f"{below} or {above}" if below else "one, such as model.ffn_dim / model.moe.top_k" if n == 0 else f"{above}"
+
+
+def _lr_schedule(loaded: Loaded) -> list[Problem]:
     schedule = loaded.config.lr_scheduler
     if schedule.warmup_steps <= schedule.total_steps:
         return []
@@ -223,6 +275,8 @@ def _context_parallel(loaded: Loaded) -> list[Problem]:
     chunks, length = 2 * parallelism.cp * parallelism.tp, config.training.seq_len
     if length % chunks:
         allowed = f"a multiple of 2 x cp x tp = {chunks}: every cp rank holds two chunks of each sequence"
+        if parallelism.tp > 1:
+            allowed += ", and its part is cut over tp"
         below, above = length // chunks * chunks, -(-length // chunks) * chunks
         fix = f"set it to {f'{below} or {above}' if below else above}, or change parallelism.cp"
         problems.append(_problem(loaded, "training.seq_len", allowed, fix))
@@ -257,41 +311,47 @@ def _tensor_parallel(loaded: Loaded) -> list[Problem]:
     if cp == 1 and loaded.config.training.seq_len % tp:  # with cp, _context_parallel says it
         allowed = f"a multiple of tp = {tp}, the parts of a sequence"
         problems.append(_problem(loaded, "training.seq_len", allowed, "change it or parallelism.tp"))
-    for key, size, fix in _tp_sizes(loaded):
+    for key, size, got, fix in _tp_sizes(loaded):
         most = -(-size // tp)
         if (tp - 1) * most >= size:
-            what = f"{size}, which is cut into {-(-size // most)} parts of at most {most}"
+            what = f"{got}, which is cut into {-(-size // most)} parts of at most {most}"
             problems.append(_problem(loaded, key, f"enough for {tp} tensor parallel ranks", fix, what))
     return problems
 
 
-def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str]]:
-    """What is cut over tp and need not divide: key, size, how to change it."""
+def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str, str]]:
+    """What is cut over tp and need not divide: key, size, the size in words, how to change it."""
     model, tp = loaded.config.model, loaded.config.parallelism.tp
-    return [
-        ("model.ffn_dim", model.ffn_dim, f"set it to a multiple of {tp}"),
-        ("model.vocab_size", model.padded_vocab_size, f"set model.vocab_pad_multiple to a multiple of {tp}"),
-    ]
+    vocab, ffn, shared = model.padded_vocab_size, model.ffn_dim, model.moe.n_shared_experts * model.moe.expert_dim
+    sizes = [("model.vocab_size", vocab, f"{vocab} (padded)", f"set model.vocab_pad_multiple to a multiple of {tp}")]
+    if not model.is_moe_layer(0):
+        sizes.insert(0, ("model.ffn_dim", ffn, str(ffn), f"set it to a multiple of {tp}"))
+    if model.moe.n_experts and shared:
+        fix = f"make n_shared_experts x expert_dim a multiple of {tp}"
+        sizes.append(("model.moe.expert_dim", shared, f"a shared expert of {shared}", fix))
+    return sizes
 
 
 def _lost_shards(loaded: Loaded, layout: Layout) -> list[Problem]:
     allowed = f"a size that torch can cut over tp = {layout.tp} and then dp_shard x cp = {layout.fsdp}"
     return [
-        _problem(loaded, key, allowed, fix, f"{size} (padded)" if key == "model.vocab_size" else None)
-        for key, size, fix in _tp_sizes(loaded)
+        _problem(loaded, key, allowed, fix, got)
+        for key, size, got, fix in _tp_sizes(loaded)
         if not shards_are_found(size, layout.tp, layout.fsdp)
     ]
 
 
 RULES: tuple[Rule, ...] = (
-    _available_degrees,
+    _expert_parallel,
     _tensor_parallel,
     _stages,
-    _schedule_limits,
+    _pipeline_schedule,
+    _recomputation,
     _empty_texts,
     _heads,
     _rope_scaling,
-    _schedule,
+    _experts,
+    _lr_schedule,
     _tokenizer,
     _sources,
     _validation,
@@ -408,11 +468,15 @@ def _resume(loaded: Loaded) -> list[Problem]:
 def warnings(loaded: Loaded, world_size: int | None) -> list[str]:
     """Settings that are legal but ignored, changed, or most likely not meant."""
     config = loaded.config
-    found = _embedded(loaded) + _switched_off(loaded) + _schedule_warnings(loaded) + _mask_warnings(loaded)
+    found = _embedded(loaded) + _switched_off(loaded) + _lr_warnings(loaded) + _mask_warnings(loaded)
     found += _checkpoint_warnings(loaded)
     scaling = _chosen(loaded, "model.rope_scaling")
     if scaling and config.model.rope_scaling.factor == 1:
         found.append(f"{', '.join(scaling)}: ignored while model.rope_scaling.factor is 1.")
+    found += _expert_warnings(loaded)
+    option = "activation_checkpoint.selective_ac_option"
+    if config.activation_checkpoint.mode != "selective" and option in _chosen(loaded, "activation_checkpoint"):
+        found.append(f'{option}: ignored while activation_checkpoint.mode is not "selective".')
     world = world_size if world_size is not None else fixed_world_size(config.parallelism)
     try:
         layout = resolve_layout(config.parallelism, world) if world else None
@@ -487,7 +551,7 @@ def _checkpoint_warnings(loaded: Loaded) -> list[str]:
     return []
 
 
-def _schedule_warnings(loaded: Loaded) -> list[str]:
+def _lr_warnings(loaded: Loaded) -> list[str]:
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
     found = []
     left = schedule.total_steps - schedule.warmup_steps
@@ -507,6 +571,22 @@ def _schedule_warnings(loaded: Loaded) -> list[str]:
     return found
 
 
+def _expert_warnings(loaded: Loaded) -> list[str]:
+    moe, chosen = loaded.config.model.moe, _chosen(loaded, "model.moe")
+    if moe.n_experts == 0:
+        return [f"{', '.join(chosen)}: ignored while model.moe.n_experts is 0."] if chosen else []
+    found = []
+    balancing = [key for key in chosen if key.endswith((".bias_update_rate", ".aux_loss_coeff"))]
+    if moe.top_k == moe.n_experts and balancing:
+        found.append(f"{', '.join(balancing)}: ignored, every token goes through all {moe.n_experts} experts.")
+    if moe.top_k == 1 and moe.route_norm:
+        found.append(
+            "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1, so the loss "
+            "teaches the router nothing. Set model.moe.route_norm = false."
+        )
+    return found
+
+
 def _mask_warnings(loaded: Loaded) -> list[str]:
     seq_len = loaded.config.training.seq_len
     if not loaded.config.data.document_mask or seq_len % 16 == 0:
@@ -517,14 +597,34 @@ def _mask_warnings(loaded: Loaded) -> list[str]:
     ]
 
 
+def _reduce_warnings(loaded: Loaded, layout: Layout) -> list[str]:
+    """Where a narrow dtype of reduction does nothing, or nothing good."""
+    key = "training.mixed_precision_reduce"
+    if layout.world_size == 1:
+        return [f"{key}: ignored, one process sums nothing over ranks."]
+    if layout.uses_ddp or layout.fsdp > 1:
+        return []
+    if layout.pp > 1 or resolve_zero_stage(loaded.config.parallelism, layout) == 1:
+        why = "a pipeline" if layout.pp > 1 else "zero_stage 1"
+        return [f"{key}: ignored, under {why} it is the dtype of sums over dp_shard x cp, which is 1, alone."]
+    if layout.dp_replicate == 1:
+        return [f"{key}: rounds gradients and sends nothing in it, as dp_replicate x dp_shard x cp is 1."]
+    return []
+
+
 def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
     config = loaded.config
     found = []
     if config.parallelism.zero_stage != "auto" and (layout.uses_ddp or layout.world_size == 1):
         why = "whole replicas (dp_replicate alone)" if layout.uses_ddp else "one process"
         found.append(f"parallelism.zero_stage = {config.parallelism.zero_stage}: ignored, {why} shards nothing.")
-    if config.training.mixed_precision_reduce != "float32" and layout.world_size == 1:
-        found.append("training.mixed_precision_reduce: ignored, one process sums nothing over ranks.")
+    elif config.parallelism.zero_stage != "auto" and layout.fsdp == 1:
+        found.append(
+            f"parallelism.zero_stage = {config.parallelism.zero_stage}: shards nothing while dp_shard x cp is 1; it "
+            "only says when weights in another dtype are freed and gradients are reduced."
+        )
+    if config.training.mixed_precision_reduce != "float32":
+        found += _reduce_warnings(loaded, layout)
     if layout.cp == 1 and config.parallelism.cp_method != "ring":
         found.append("parallelism.cp_method: ignored while parallelism.cp is 1.")
     pp_keys = ("pp_schedule", "pp_microbatches", "pp_layers_per_stage")
@@ -537,7 +637,8 @@ def _layout_warnings(loaded: Loaded, layout: Layout) -> list[str]:
     except InputError:
         return found
     if pipeline is not None and pipeline.schedule in ("GPipe", "LoopedBFS") and config.training.loss_chunk_tokens:
-        held = plan.microbatches * config.model.padded_vocab_size * config.model.dim * 4
+        rows = -(-config.model.padded_vocab_size // layout.tp)
+        held = plan.microbatches * rows * config.model.dim * 4
         if held >= 2**30:
             found.append(
                 f"parallelism.pp_schedule = {pipeline.schedule} keeps the output matrix's gradient of each of "

@@ -7,10 +7,14 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from math import gcd
 
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
+
+MOST_RANKS = 2**17  # checks go through all ranks' pieces of a dimension
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Layout:
     @property
     def uses_ddp(self) -> bool:
         """Whole replicas and nothing else."""
-        return self.dp_replicate > 1 and self.world_size == self.dp_replicate and self.ep == 1
+        return self.dp_replicate > 1 and self.world_size == self.dp_replicate
 
 
 def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
@@ -75,10 +79,20 @@ def fixed_world_size(parallelism: ParallelismConfig) -> int | None:
     return _fixed_degrees(parallelism) * parallelism.dp_shard
 
 
+def fewest_processes(parallelism: ParallelismConfig) -> int:
+    """The smallest world that dp_shard = -1 fits, as it fits every multiple: the other degrees, and ranks for ep."""
+    sharing = parallelism.cp * parallelism.tp
+    return _fixed_degrees(parallelism) * (parallelism.ep // gcd(parallelism.ep, sharing))
+
+
 def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     """The layout of these degrees in a world of so many ranks. Raises InputError when they do not fit it."""
     degrees = _fixed_degrees(parallelism)
     dp_shard = parallelism.dp_shard
+    if world_size > MOST_RANKS:
+        raise InputError(
+            Problem("", "parallelism", f"{world_size} processes", f"at most {MOST_RANKS}", "lower a degree")
+        )
     if dp_shard == 0:
         fix = "-1 takes what the other degrees leave of the world"
         raise InputError(Problem("", "parallelism.dp_shard", "0", "-1, or an integer > 0", fix))
@@ -164,14 +178,17 @@ class PipelinePlan:
     def ideal_bubble(self, microbatches: int) -> float:
         """Share of a run in which a rank idles if all stages cost the same and sending costs nothing.
 
-        With v stages a rank: (K - 1) / (v M + K - 1), Narayanan et al. 2021; zero-bubble schedules fill it with the
-        gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward (Qi et al. 2023, ZB-H1),
-        and nothing in a V (2024).
+        With v stages a rank and M >= K: (K - 1) / (v M + K - 1), Narayanan et al. 2021; with fewer microbatches a rank
+        also waits for the first to come around, before each of its stages but the first. A backward in two parts fills
+        idle time with the gradients of weights: (K - 1) / (3 v M + K - 1) where these cost as much as forward, from
+        M >= K microbatches on (Qi et al. 2023, ZB-H1), in a V from 2 K on; with fewer a rank idles longer than that.
         """
-        if self.schedule in V_SHAPED:
-            return 0.0
-        work = len(self.layers) // self.pp * microbatches * (3 if self.schedule in SPLIT_BACKWARD else 1)
-        return (self.pp - 1) / (work + self.pp - 1)
+        K, M = self.pp, microbatches
+        v = len(self.layers) // K
+        if self.schedule in SPLIT_BACKWARD:
+            return (K - 1) / (3 * v * M + K - 1)
+        span = M + K - 1 + (v - 1) * max(M, K)
+        return (span - v * M) / span
 
 
 def plan_pipeline(model: ModelConfig, parallelism: ParallelismConfig) -> PipelinePlan | None:
@@ -213,24 +230,33 @@ def _check_layers_per_stage(model: ModelConfig, schedule: str, pp: int, counts: 
         raise InputError(Problem("", key, got, allowed, "remove the key for a balanced split"))
 
 
+@cache
 def balanced_layers(model: ModelConfig, n_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, at least one, so that the most expensive stage costs as little as can be.
+    """Layers of each stage, at least one, so that the most expensive stage costs as little as can be; then the second.
 
-    A cost is the numbers a token is multiplied with: a layer's matrices, the output's on the last stage, and the row of
-    the embedding that is read on the first. Of equal stages the later one gets a layer: an earlier one keeps more
-    microbatches.
+    A cost is the numbers a token is multiplied with: a layer's matrices (of its experts, those that a token uses), the
+    output's on the last stage, and the row of the embedding that is read on the first. Of equal splits the one with
+    fewer layers in earlier stages is taken: these keep more microbatches.
     """
-    costs = parameter_counts(model)
+    spent = [0]  # by the layers up to each
+    for index in range(model.n_layers):
+        spent.append(spent[-1] + _layer_matmul(model, index))
     output = model.padded_vocab_size * model.dim
-    layer = (costs.matmul - costs.embedding) // model.n_layers
-    counts, spent = [1] * n_stages, [layer] * n_stages
-    spent[0] += model.dim
-    spent[-1] += output
-    for _ in range(model.n_layers - n_stages):
-        cheapest = min(range(n_stages), key=lambda stage: (spent[stage], -stage))
-        counts[cheapest] += 1
-        spent[cheapest] += layer
-    return tuple(counts)
+    # best[n]: the first n layers in the stages so far, as (costs, highest first; layers of each stage)
+    best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {0: ((), ())}
+    for stage in range(n_stages):
+        last = stage == n_stages - 1
+        extra = (model.dim if stage == 0 else 0) + (output if last else 0)
+        ends = [model.n_layers] if last else range(stage + 1, model.n_layers - (n_stages - 1 - stage) + 1)
+        best = {
+            end: min(
+                (tuple(sorted((*costs, spent[end] - spent[start] + extra), reverse=True)), (*counts, end - start))
+                for start, (costs, counts) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    return best[model.n_layers][1]
 
 
 @dataclass(frozen=True)
@@ -276,7 +302,9 @@ def _schedule_run(training: TrainingConfig, pipeline: PipelinePlan, share: int) 
         fix = "change it, or remove it: microbatches are then single samples"
         raise InputError(Problem("", key, str(count), pipeline.limit, fix))
     if count and share % count:
-        fix = f"set it to {_or_nearest(divisors(share), count)}, or change training.global_batch_size"
+        possible = _or_nearest([n for n in divisors(share) if pipeline.accepts(n)], count)
+        fix = f"set it to {possible}, or change" if possible else "change it or"
+        fix += " training.global_batch_size"
         raise InputError(Problem("", key, str(count), f"a divisor of a rank's {share} samples of a step", fix))
     fitting = [n for n in divisors(share) if (n % count == 0 if count else pipeline.accepts(n))]
     if not fitting:
@@ -299,10 +327,12 @@ def _schedule_run(training: TrainingConfig, pipeline: PipelinePlan, share: int) 
 class ParameterCounts:
     """Parameters of a model, without the padding of its vocabulary. A tied output counts in matmul only.
 
-    matmul: parameters that a token is multiplied with (the output also when tied; no embedding lookup, no norms).
+    active: those that take part for one token: all but the experts that it does not go through.
+    matmul: active ones that a token is multiplied with (the output also when tied; no embedding lookup, no norms).
     """
 
     total: int
+    active: int
     embedding: int
     output: int
     matmul: int
@@ -310,14 +340,25 @@ class ParameterCounts:
 
 
 def parameter_counts(model: ModelConfig) -> ParameterCounts:
-    head_dim = model.resolved_head_dim
-    attention = model.dim * head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
-    mlp = 3 * model.dim * model.ffn_dim
+    head_dim, moe = model.resolved_head_dim, model.moe
     norms = model.n_layers * (2 * model.dim + (2 * head_dim if model.qk_norm else 0)) + model.dim
     embedding = model.vocab_size * model.dim
     output = 0 if model.tie_word_embeddings else embedding
-    layers = model.n_layers * (attention + mlp)
-    return ParameterCounts(layers + norms + embedding + output, embedding, output, layers + embedding, norms)
+    layers = sum(_layer_matmul(model, index) for index in range(model.n_layers))
+    moe_layers = sum(model.is_moe_layer(index) for index in range(model.n_layers))
+    idle = moe_layers * (moe.n_experts - moe.top_k) * 3 * model.dim * moe.expert_dim
+    active = layers + norms + embedding + output
+    return ParameterCounts(active + idle, active, embedding, output, layers + embedding, norms)
+
+
+def _layer_matmul(model: ModelConfig, index: int) -> int:
+    """Parameters of a layer that a token is multiplied with."""
+    moe = model.moe
+    attention = 2 * model.dim * model.resolved_head_dim * (model.n_heads + model.n_kv_heads)
+    if not model.is_moe_layer(index):
+        return attention + 3 * model.dim * model.ffn_dim
+    experts = 3 * model.dim * moe.expert_dim * (moe.top_k + moe.n_shared_experts)
+    return attention + model.dim * moe.n_experts + experts
 
 
 def shards_are_found(size: int, tp: int, fsdp: int) -> bool:

@@ -27,6 +27,10 @@ def _no_lookalike(value: object) -> object:
 Dtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+# Far above what anybody means, so that a slip of the keyboard is refused, not computed with.
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(gt=0, lt=2**16)]  # of layers, ranks
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -67,25 +71,56 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Positive = Field(8192, description="Context length before the scaling, tokens.")
 
 
+class MoEConfig(Section):
+    """Mixture of experts: each token goes through top_k of n_experts small MLPs. Off while n_experts is 0."""
+
+    n_experts: SizeOrZero = Field(0, description="Routed experts of a layer. 0: every layer has one dense MLP.")
+    top_k: SizeOrZero = Field(0, description="Experts that each token goes through; none is ever dropped.")
+    expert_dim: SizeOrZero = Field(
+        0, description="Inner width of one expert, a SwiGLU MLP; it and model.dim are multiples of 8."
+    )
+    n_shared_experts: SizeOrZero = Field(
+        0, description="Every token also goes through one MLP of n_shared_experts x expert_dim."
+    )
+    first_k_dense: SizeOrZero = Field(0, description="The first layers, which keep a dense MLP of model.ffn_dim.")
+    score_func: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description='What makes scores of the router\'s logits. "sigmoid": each expert by itself.'
+    )
+    route_norm: bool = Field(True, description="Scale a token's top_k weights to sum 1.")
+    route_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="Multiplies the weights, after route_norm.")
+    bias_update_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="DeepSeek-V3's balancing: after a step, the bias with which an expert is chosen moves so far, up "
+        "if it had less than the mean load, down if more. 0: no bias.",
+    )
+    aux_loss_coeff: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the load balancing loss of each sequence. 0: none."
+    )
+    z_loss_coeff: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the squared logsumexp of the router's logits. 0: none."
+    )
+
+
 class ModelConfig(Section):
-    vocab_size: Positive = Field(description="Token ids the model knows; at least the tokenizer's size.")
-    dim: Positive = Field(description="Width of the residual stream.")
-    n_layers: Positive = Field(description="Transformer blocks.")
-    n_heads: Positive = Field(description="Query heads.")
-    n_kv_heads: Positive = Field(description="Key and value heads; divides n_heads.")
-    head_dim: NonNegative = Field(0, description="Width of one head, even. 0: dim / n_heads.")
-    ffn_dim: Positive = Field(description="Inner width of the SwiGLU MLP.")
+    vocab_size: Size = Field(description="Token ids the model knows; at least the tokenizer's size.")
+    dim: Size = Field(description="Width of the residual stream.")
+    n_layers: Count = Field(description="Transformer blocks.")
+    n_heads: Size = Field(description="Query heads.")
+    n_kv_heads: Size = Field(description="Key and value heads; divides n_heads.")
+    head_dim: SizeOrZero = Field(0, description="Width of one head, even. 0: dim / n_heads.")
+    ffn_dim: Size = Field(description="Inner width of the SwiGLU MLP of a dense layer.")
     norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="Epsilon of every RMSNorm.")
     rope_theta: Annotated[float, Field(gt=0)] = Field(10000.0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingConfig = Field(RopeScalingConfig(), description="Llama 3.1 rotary frequency scaling.")
     qk_norm: bool = Field(False, description="RMSNorm over head_dim on queries and keys before RoPE.")
     tie_word_embeddings: bool = Field(False, description="The output projection is the embedding table.")
-    vocab_pad_multiple: Positive = Field(
+    vocab_pad_multiple: Size = Field(
         128, description="Embedding and output rows are padded with masked zero rows to a multiple of this."
     )
     init_std: Annotated[float, Field(gt=0)] = Field(
         0.02, description="Std of the initial weights; residual outputs get init_std / sqrt(2 n_layers)."
     )
+    moe: MoEConfig = Field(MoEConfig(), description="Mixture of experts.")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -96,6 +131,10 @@ class ModelConfig(Section):
     def resolved_head_dim(self) -> int:
         """Width of one head: head_dim, or dim // n_heads when that is 0."""
         return self.head_dim or self.dim // self.n_heads
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` (from 0) has experts in place of a dense MLP."""
+        return self.moe.n_experts > 0 and index >= self.moe.first_k_dense
 
 
 class TokenizerConfig(Section):
@@ -164,10 +203,8 @@ class DataConfig(Section):
 
 
 class TrainingConfig(Section):
-    seq_len: Positive = Field(description="Tokens of a sample.")
-    global_batch_size: Annotated[int, Field(gt=0, lt=2**31)] = Field(
-        description="Samples of an optimizer step, over all ranks."
-    )
+    seq_len: Size = Field(description="Tokens of a sample.")
+    global_batch_size: Size = Field(description="Samples of an optimizer step, over all ranks.")
     local_batch_size: Positive = Field(
         1,
         description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest "
@@ -178,7 +215,11 @@ class TrainingConfig(Section):
         1.0, description="Gradient norm is clipped to this. 0: no clipping."
     )
     mixed_precision_param: Dtype = Field("bfloat16", description="Dtype of activations and of weights in matmuls.")
-    mixed_precision_reduce: Dtype = Field("float32", description="Dtype in which gradients are summed over ranks.")
+    mixed_precision_reduce: Dtype = Field(
+        "float32",
+        description="Dtype in which gradients are summed over ranks. Under a pipeline or zero_stage 1: over dp_shard x "
+        "cp; replicas are then summed in float32.",
+    )
     loss_chunk_tokens: NonNegative = Field(
         1024, description="Tokens whose logits exist at once. 0: all of them (plain path, kept as reference)."
     )
@@ -216,14 +257,14 @@ class LRSchedulerConfig(Section):
 
 
 class ParallelismConfig(Section):
-    dp_replicate: Positive = Field(1, description="Whole copies of the model, which share the sum of their gradients.")
-    dp_shard: Annotated[int, Field(ge=-1)] = Field(
+    dp_replicate: Count = Field(1, description="Whole copies of the model, which share the sum of their gradients.")
+    dp_shard: Annotated[int, Field(ge=-1, lt=2**16)] = Field(
         -1, description="Ranks that share parameters, gradients and optimizer state. -1: what is left of the world."
     )
-    tp: Positive = Field(1, description="Tensor parallel degree.")
-    pp: Positive = Field(1, description="Pipeline parallel degree.")
-    cp: Positive = Field(1, description="Context parallel degree: ranks that share each sequence.")
-    ep: Positive = Field(1, description="Expert parallel degree.")
+    tp: Count = Field(1, description="Tensor parallel degree.")
+    pp: Count = Field(1, description="Pipeline parallel degree.")
+    cp: Count = Field(1, description="Context parallel degree: ranks that share each sequence.")
+    ep: Count = Field(1, description="Expert parallel degree.")
     cp_method: Literal["ring", "allgather"] = Field(
         "ring",
         description='"ring": keys and values travel around the cp ranks while they compute; no rank holds all of them. '
@@ -237,7 +278,7 @@ class ParallelismConfig(Section):
     pp_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = Field("1F1B", description="The order in which pipeline stages take their microbatches.")
-    pp_microbatches: NonNegative = Field(
+    pp_microbatches: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Microbatches into which a schedule run's samples are cut. 0: microbatches of one sample."
     )
     pp_layers_per_stage: tuple[Positive, ...] = Field(
@@ -246,7 +287,25 @@ class ParallelismConfig(Section):
 
 
 class ActivationCheckpointConfig(Section):
-    mode: Literal["none", "full"] = Field("none", description='"full": recompute every block in backward.')
+    mode: Literal["none", "full", "selective"] = Field(
+        "none", description='"full": recompute every block in backward. "selective": as selective_ac_option says.'
+    )
+    selective_ac_option: str = Field(
+        "op",
+        description='What "selective" recomputes. "op": of every block, all but what attention and its matrices made. '
+        'A number, as text: "2": every second block in full.',
+    )
+
+    def of_layer(self, index: int) -> Literal["none", "full", "op"]:
+        """What is recomputed of layer `index` of the whole model: nothing, all, or what selective_ac_option "op" says.
+
+        Of every n layers the last one is recomputed, whatever stage of a pipeline it is on.
+        """
+        if self.mode != "selective":
+            return self.mode
+        if self.selective_ac_option == "op":
+            return "op"
+        return "none" if (index + 1) % int(self.selective_ac_option) else "full"
 
 
 class CompileConfig(Section):

@@ -150,7 +150,9 @@ class ValidationData:
         self.token_bytes = torch.from_numpy(prepared.tokenizer.token_bytes)
 
     def batches(self, data_rank: int, data_size: int, local_batch_size: int) -> Iterator[Batch]:
-        """This rank's part, in batches of local_batch_size rows; as many on every rank, padded with IGNORED labels."""
+        """This rank's part, in batches of local_batch_size rows, or as many as it has if these are fewer; of one shape
+        and as many on every rank, padded with IGNORED labels."""
+        local_batch_size = min(local_batch_size, -(-self.n_samples // data_size))
         rows = data_size * local_batch_size
         for start in range(data_rank * local_batch_size, -(-self.n_samples // rows) * rows, rows):
             numbers = range(start, min(start + local_batch_size, self.n_samples))
@@ -171,7 +173,7 @@ def _batch(windows: np.ndarray, sample_ids: np.ndarray, document_marks: tuple[in
     both = torch.from_numpy(windows)
     batch = {
         "tokens": both[:, :-1].contiguous(),
-        "labels": both[:, 1:].contiguous(),
+        "labels": both[:, 1:].clone(),  # contiguous() of one row would be a view, with some of the tokens' memory
         "sample_ids": torch.from_numpy(sample_ids),
     }
     if document_marks is not None:

@@ -7,20 +7,17 @@ before a worker watches its parent: whatever kills the parent, its workers are g
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import queue
 import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from titanlite.config.problems import InputError, Problem
+from titanlite.lifeline import die_with_parent, no_interrupts_inherited
 
 
 class Pool:
@@ -38,7 +35,7 @@ class Pool:
         self._processes: list[Any] = []
         self._threads = ThreadPoolExecutor(n, thread_name_prefix="pool")
         try:
-            with _no_interrupts_inherited():
+            with no_interrupts_inherited():
                 for _ in range(n):
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_work, args=(theirs, job), daemon=True)
@@ -96,19 +93,8 @@ def _end_of_a_worker(exitcode: int | None) -> Problem:
     return Problem("", "worker processes", how, "processes that live until the work is done", fix)
 
 
-@contextmanager
-def _no_interrupts_inherited() -> Iterator[None]:
-    """Ctrl-C reaches all processes of a terminal. Those started here hold it back for good: their parent ends them."""
-    resource_tracker.ensure_running()  # the first process's start would start it, which changes the signal mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _work(connection: Connection, job: bytes) -> None:
-    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    die_with_parent()
     work = None
     while True:
         answer: tuple[str, Any]
@@ -129,10 +115,3 @@ def _work(connection: Connection, job: bytes) -> None:
             connection.send(answer)
         except OSError:
             return
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlite.config.layout import parameter_counts
 from titanlite.config.schema import ModelConfig
 
 
@@ -20,16 +21,9 @@ class Flops:
     causal: float
 
 
-def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that multiply every token: the output matrix also when tied, not the embedding lookup, no padding."""
-    attention = 2 * model.dim * model.resolved_head_dim * (model.n_heads + model.n_kv_heads)
-    mlp = 3 * model.dim * model.ffn_dim
-    return model.n_layers * (attention + mlp) + model.vocab_size * model.dim
-
-
 def flops_per_token(model: ModelConfig, seq_len: int) -> Flops:
-    """6 * matmul parameters + 12 * n_layers * n_heads * head_dim * seq_len; norms, RoPE, softmax and recomputation
-    are left out."""
-    matmul = 6.0 * matmul_parameters(model)
+    """6 * matmul parameters (of the experts, those that a token goes through) + 12 * n_layers * n_heads * head_dim *
+    seq_len; norms, RoPE, softmax and recomputation are left out."""
+    matmul = 6.0 * parameter_counts(model).matmul
     attention = 12.0 * model.n_layers * model.n_heads * model.resolved_head_dim * seq_len
     return Flops(palm=matmul + attention, causal=matmul + attention / 2)

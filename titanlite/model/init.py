@@ -54,8 +54,10 @@ def init_std(config: ModelConfig, fqn: str) -> float | None:
             return None
         if last in ("wo", "down"):
             return config.init_std / math.sqrt(2 * config.n_layers)
-        if last in ("embedding", "output", "wq", "wk", "wv", "gate", "up"):
+        if last in ("embedding", "output", "wq", "wk", "wv", "gate", "up", "router"):
             return config.init_std
+    if last == "experts" and leaf in ("gate", "up", "down"):
+        return init_std(config, f"{leaf}.weight")
     raise ValueError(f"no rule to initialise parameter {fqn!r}")
 
 

@@ -35,6 +35,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in] times weight [out, in], of any float dtype, in x's dtype: [..., out]."""
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -69,6 +70,8 @@ class Embedding(nn.Embedding):
 
 
 def embed(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of weight [V, dim] by tokens, int64 [...] below V, in the given dtype: [..., dim]. Gradients of a row are
+    added up in float32 on CPU."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         return _EmbeddingFunction.apply(tokens, weight).to(dtype)  # CPU would sum in bf16
     return F.embedding(tokens, weight).to(dtype)
@@ -114,6 +117,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., dim] over its root mean square, times weight [dim], in x's dtype; bfloat16's mean is one of float32."""
     weight = weight.to(x.dtype)
     if use_own_kernels(x):
         return _RMSNormFunction.apply(x, weight, eps)

@@ -1,6 +1,6 @@
 """The Llama-style decoder on plain local tensors. It knows nothing of meshes; parallelism uses its seams:
 layers, embedding and head that may be absent, `Attention.attend`, `Head.reducer`, `Transformer.attention_mask`,
-`Transformer.sequence_parts`, and positions and documents as arguments.
+`Transformer.sequence_parts`, those of `MoE`, and positions and documents as arguments.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from titanlite.config.schema import ModelConfig
 from titanlite.model.attention import Attention, document_mask, rope_inverse_frequencies, rope_tables
 from titanlite.model.layers import MLP, Embedding, Linear, RMSNorm
 from titanlite.model.loss import IDENTITY, VocabularyReducer, cross_entropy_sum
+from titanlite.model.moe import MoE
 
 
 class Block(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). The unit of FSDP, compile and checkpointing.
 
+    index: of the layer in the whole model, which says whether its mlp is dense or a mixture of experts.
+
     cos and sin are fp32 whatever x is: a wrapper must not cast the inputs of forward (FSDP: cast_forward_inputs=False).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MLP(config.dim, config.ffn_dim)
+        self.mlp = MoE(config) if config.is_moe_layer(index) else MLP(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         assert cos.dtype == sin.dtype == torch.float32, "rotary tables in less than fp32 are wrong at long positions"
@@ -99,7 +102,7 @@ class Transformer(nn.Module):
         needs_table = has_embedding or (has_head and config.tie_word_embeddings)
         self.embedding = Embedding(rows, config.dim, compute_dtype) if needs_table else None
         indices = range(config.n_layers) if layers is None else layers
-        self.layers = nn.ModuleDict({str(index): Block(config) for index in indices})
+        self.layers = nn.ModuleDict({str(index): Block(config, index) for index in indices})
         self.norm = RMSNorm(config.dim, config.norm_eps) if has_head else None
         self.output = Linear(config.dim, rows) if has_head and not config.tie_word_embeddings else None
         self.head = Head(config.vocab_size, loss_chunk_tokens) if has_head else None
@@ -111,8 +114,10 @@ class Transformer(nn.Module):
     rope_frequencies: Tensor
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute on `device` what is neither a parameter nor saved."""
+        """Give buffers their first values: rotary frequencies, on `device`; biases and counters of experts, zero."""
         self.rope_frequencies = rope_inverse_frequencies(self.config).to(device)
+        for layer in moe_layers(self).values():
+            layer.init_buffers()
 
     def forward(
         self,
@@ -127,7 +132,8 @@ class Transformer(nn.Module):
         labels: [B, S] int64, -100 ignored. Given: returns the fp32 scalar sum of the cross-entropies of the others.
         positions: [S] or [B, S] int, default 0..S-1; they turn the rotary angles only, attention goes by row order.
         documents: [B, S] int, the document of its row that each token is in. Given: attention stays within documents.
-        Returns logits [B, S, vocab_size] without labels, hidden states [B, S, dim] without a head.
+        Returns logits [B, S, vocab_size] without labels, hidden states [B, S, dim] without a head. Raises ValueError
+        when labels are given and the head is absent.
         """
         if labels is not None and not self.has_head:
             raise ValueError("labels were given to a stage without head; give them to the last stage")
@@ -147,3 +153,8 @@ class Transformer(nn.Module):
         table = self.embedding if self.output is None else self.output
         assert table is not None
         return self.head(self.norm(h), table.weight, labels)
+
+
+def moe_layers(model: Transformer) -> dict[int, MoE]:
+    """The layers with experts, by their index in the whole model."""
+    return {int(name): block.mlp for name, block in model.layers.items() if isinstance(block.mlp, MoE)}

@@ -4,6 +4,8 @@ over ranks of a whole one of which each keeps its part. On plain tensors, withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,3 +28,9 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = parts.new_empty(parts.shape[1:])
     reduce_scatter(mine, parts.flatten(0, 1), group=group)
     return mine
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of a name, which is what an operator can take. Private in torch (seen working on 2.13.0)."""
+    resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
+    return resolve(name)

@@ -15,7 +15,7 @@ Both are custom operators, so that torch.compile keeps a block in one graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.model import attention
 from titanlite.model.transformer import Transformer
 from titanlite.parallel.attention_kernels import kernel_for
-from titanlite.parallel.collectives import gather_sequence, scatter_sequence
+from titanlite.parallel.collectives import gather_sequence, group_named, scatter_sequence
 
 Method = Literal["ring", "allgather"]
 
@@ -39,10 +39,11 @@ def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def zigzag_positions(rank: int, size: int, length: int) -> Tensor:
+def zigzag_positions(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
     """Where in the whole sequence each of a rank's `length` tokens is: int64 [length], ascending."""
     half = length // 2
-    return torch.cat([torch.arange(chunk * half, (chunk + 1) * half) for chunk in zigzag_chunks(rank, size)])
+    chunks = zigzag_chunks(rank, size)
+    return torch.cat([torch.arange(chunk * half, (chunk + 1) * half, device=device) for chunk in chunks])
 
 
 def shard_sequence(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -83,7 +84,12 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh, method: Method)
 
 
 class Ring:
-    """`Attention.attend` by ring attention."""
+    """`Attention.attend` by ring attention: causal, over sequences that the group's ranks hold in zigzag order.
+
+    q [B, H, L, D], k and v [B, Hkv, L, D] with L = S / n: this rank's part, and so is what is returned. Differentiable,
+    collective. Attention and merging are exact up to the rounding of a float32 (lse, sums over blocks); in half
+    precision each block's output is rounded once more than SDPA rounds.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name = group.group_name
@@ -109,27 +115,12 @@ class AllGather:
     def mask(self, documents: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added to the scores of the local queries and all keys, 0 or -inf. See model.transformer."""
         length, device = positions.shape[-1], positions.device
-        places = [zigzag_positions(rank, self._size, length).to(device) for rank in range(self._size)]
-        seen = (places[self._rank][:, None] >= torch.cat(places)).unsqueeze(0)  # [1, L, S]
+        key_positions = [zigzag_positions(rank, self._size, length, device) for rank in range(self._size)]
+        seen = (key_positions[self._rank][:, None] >= torch.cat(key_positions)).unsqueeze(0)  # [1, L, S]
         if documents is not None:
-            everyone = gather_sequence(documents, _group(self._name))
+            everyone = gather_sequence(documents, group_named(self._name))
             seen = seen & (documents[:, :, None] == everyone[:, None, :])
         return torch.full(seen.shape, -math.inf, dtype=dtype, device=device).masked_fill_(seen, 0.0).unsqueeze(1)
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over sequences that the group's ranks hold in zigzag order. Differentiable, collective.
-
-    q [B, H, L, D], k and v [B, Hkv, L, D] with L = S / n: this rank's part. Returns this rank's part of the output.
-    Attention and merging are exact up to the rounding of a float32 (lse, sums over blocks); in half precision each
-    block's output is rounded once more than SDPA rounds.
-    """
-    return Ring(group)(q, k, v)
-
-
-def allgather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, mask: Tensor) -> Tensor:
-    """As ring_attention, with a mask made by AllGather.mask: which keys each of the local queries sees."""
-    return AllGather(group)(q, k, v, mask)
 
 
 # ---- ring
@@ -212,14 +203,14 @@ def ring_backward(
     """
     rank, size, kernel = dist.get_rank(group), dist.get_world_size(group), kernel_for(q)
     kv = _stacked(k, v)
-    coming: Exchange | None = None  # the next keys and values
-    dkv_coming: Exchange | None = None
+    kv_exchange: Exchange | None = None  # the next keys and values
+    dkv_exchange: Exchange | None = None
     dq = torch.zeros_like(q, dtype=_accumulator(q))
     dkv = torch.zeros_like(kv, dtype=_accumulator(q))
     for step in range(size):
-        if coming is not None:
-            kv = coming.wait()
-        coming = Exchange(kv, group) if step < size - 1 else None
+        if kv_exchange is not None:
+            kv = kv_exchange.wait()
+        kv_exchange = Exchange(kv, group) if step < size - 1 else None
         queries, keys, causal = block_of(step, rank, q.shape[2])
         block_dq, block_dk, block_dv = kernel.backward(
             grad[:, :, queries],
@@ -230,12 +221,12 @@ def ring_backward(
             causal,
         )
         dq[:, :, queries] += block_dq
-        if dkv_coming is not None:
-            dkv = dkv_coming.wait()
+        if dkv_exchange is not None:
+            dkv = dkv_exchange.wait()
         for total, share in zip(_unstacked(dkv, keys), (block_dk, block_dv), strict=True):
             total += share
-        dkv_coming = Exchange(dkv, group) if size > 1 else None
-    return dq.to(q.dtype), dkv if dkv_coming is None else dkv_coming.wait()
+        dkv_exchange = Exchange(dkv, group) if size > 1 else None
+    return dq.to(q.dtype), dkv if dkv_exchange is None else dkv_exchange.wait()
 
 
 def _stacked(k: Tensor, v: Tensor) -> Tensor:
@@ -270,15 +261,9 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # ---- as operators: one node each in torch.compile's graph, with a backward that may run twice
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    """The process group of a name. Private in torch (seen working on 2.13.0); operators take no groups."""
-    resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
-    return resolve(name)
-
-
 @torch.library.custom_op("titanlite::ring_attention", mutates_args=())
 def _ring_op(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    return ring_forward(q, k, v, _group(group_name))
+    return ring_forward(q, k, v, group_named(group_name))
 
 
 @_ring_op.register_fake
@@ -290,7 +275,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]
 def _ring_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    return ring_backward(grad, q, k, v, out, lse, _group(group_name))
+    return ring_backward(grad, q, k, v, out, lse, group_named(group_name))
 
 
 @_ring_backward_op.register_fake
@@ -313,26 +298,27 @@ def _backward_of_ring(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor,
 
 
 _ring_op.register_autograd(_backward_of_ring, setup_context=_save_ring)
+RING_ATTENTION = torch.ops.titanlite.ring_attention.default
 
 
 @torch.library.custom_op("titanlite::gather_sequence", mutates_args=())
 def _gather_op(x: Tensor, group_name: str) -> Tensor:
-    return gather_sequence(x, _group(group_name))
+    return gather_sequence(x, group_named(group_name))
 
 
 @_gather_op.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] * _group(group_name).size(), *x.shape[2:]))
+    return x.new_empty((x.shape[0], x.shape[1] * group_named(group_name).size(), *x.shape[2:]))
 
 
 @torch.library.custom_op("titanlite::scatter_sum", mutates_args=())
 def _scatter_op(x: Tensor, group_name: str) -> Tensor:
-    return scatter_sum(x, _group(group_name))
+    return scatter_sum(x, group_named(group_name))
 
 
 @_scatter_op.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] // _group(group_name).size(), *x.shape[2:]))
+    return x.new_empty((x.shape[0], x.shape[1] // group_named(group_name).size(), *x.shape[2:]))
 
 
 def _save_gather(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:

@@ -7,16 +7,19 @@ its forward and backward, `release` frees what an evaluation left gathered.
 import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from titanlite.model.moe import Experts
 from titanlite.parallel.collectives import reduce_scatter
+from titanlite.parallel.mesh import Meshes
 
 # Buffers are the same on all ranks and never change. The keyword that says so is another one since torch 2.13.
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -76,7 +79,7 @@ def _sum_bucket(reduce_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.fut
 
 
 class Sharded:
-    """fully_shard on every block and the root, over a (dp_replicate, fsdp) or (fsdp,) mesh.
+    """fully_shard on every block and the root, over meshes.hsdp, and on the experts inside of them, over expert_hsdp.
 
     Stage 3 frees a block's parameters after forward. Stage 2 keeps them through the step's microbatches and
     reduce-scatters after each. Stage 1 also keeps whole gradients, in float32, and reduces once a step. At rest
@@ -88,7 +91,7 @@ class Sharded:
         self,
         model: nn.Module,
         blocks: Iterable[nn.Module],
-        mesh: DeviceMesh,
+        meshes: Meshes,
         zero_stage: int,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -102,11 +105,15 @@ class Sharded:
             reduce_dtype=torch.float32 if narrow_comm else reduce_dtype,
             cast_forward_inputs=False,  # the model's own casts are the same in every layout
         )
-        keep = zero_stage < 3
+        mesh = meshes.hsdp
+        shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=zero_stage == 3)
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+            for experts in [module for module in block.modules() if isinstance(module, Experts)]:
+                place = partial(_place_experts, size=meshes.efsdp.size())
+                shard(experts, mesh=meshes.expert_hsdp, shard_placement_fn=place)
+            shard(block, mesh=mesh)
         # The root holds the embedding and the head; the head is needed again as soon as backward starts.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(model, mesh=mesh, reshard_after_forward=False)
         self.module = model
         self._units: Sequence[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         # Partial sums over replicas wait in reduce_dtype, so only float32 ones may wait for the last microbatch.
@@ -133,6 +140,12 @@ class Sharded:
     def release(self) -> None:
         for unit in self._units:
             unit.reshard()
+
+
+def _place_experts(weight: nn.Parameter, size: int) -> Shard:
+    """How `size` ranks share experts [E, out, in]: whole ones each, unless only rows of each can be shared evenly."""
+    experts, rows = (weight.to_local() if isinstance(weight, DTensor) else weight).shape[:2]
+    return Shard(0 if experts % size == 0 or rows % size else 1)
 
 
 class NarrowReduceScatter:

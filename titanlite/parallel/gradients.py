@@ -37,29 +37,29 @@ class GradientStats:
 @torch.no_grad()
 def finish(
     parameters: Iterable[torch.nn.Parameter],
-    tokens: torch.Tensor,
+    n_targets: torch.Tensor,
     max_norm: float,
-    stages: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
 ) -> GradientStats:
     """Measure the gradients and say how the optimizer must scale them. Collective.
 
     parameters: all of the model (that this stage counts), DTensors of any meshes and plain tensors mixed, each with its
                 summed gradient
-    tokens:     scalar on the device, the number of valid targets of the step over all ranks
+    n_targets:  scalar on the device, the number of valid targets of the step over all ranks
     max_norm:   the norm of the mean's gradient is clipped to this; 0: no clipping
-    stages:     the ranks that hold the model's other stages
+    pp_group:   the ranks that hold the model's other stages
     """
-    tokens = tokens.float()
-    norm = global_norm(parameters, stages).float() / tokens
-    grad_scale = tokens
+    n_targets = n_targets.float()
+    norm = global_norm(parameters, pp_group).float() / n_targets
+    grad_scale = n_targets
     if max_norm > 0:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that curves can be compared with other code.
-        grad_scale = tokens / (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        grad_scale = n_targets / (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return GradientStats(norm=norm, grad_scale=grad_scale, found_inf=(~torch.isfinite(norm)).float())
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[torch.nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
+def global_norm(parameters: Iterable[torch.nn.Parameter], pp_group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """2-norm over all gradients, each element of the model counted once whatever holds it. float64 scalar. Collective.
 
     Gradients are grouped by mesh and placements (get_total_norm refuses mixed ones). A group's local squares are
@@ -85,8 +85,8 @@ def global_norm(parameters: Iterable[torch.nn.Parameter], stages: dist.ProcessGr
                     dist.all_reduce(square, group=mesh.get_group(axis))
         squares.append(square)
     total = torch.stack(squares).sum()
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
     return total.sqrt()
 
 

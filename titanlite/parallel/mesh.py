@@ -34,7 +34,6 @@ class Meshes:
         self.dense = self._init(layout.dense_shape)
         self.loss = self._loss()
         self._sparse: DeviceMesh | None = None
-        self._pp_ends: dist.ProcessGroup | None = None
 
     def _init(self, shape: Mapping[str, int]) -> DeviceMesh:
         return init_device_mesh(self.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
@@ -57,20 +56,20 @@ class Meshes:
     def pp(self) -> DeviceMesh:
         return self.data["pp"]
 
-    def pp_ends(self) -> dist.ProcessGroup:
-        """The first and the last rank of this rank's pp axis; a group of its own for every axis.
+    @cached_property
+    def _pp_ends(self) -> dist.ProcessGroup | None:
+        if self.layout.pp == 2:
+            return self.pp.get_group()
+        ranks = self.data.mesh.flatten(1)
+        pairs = [[int(first), int(last)] for first, last in zip(ranks[0], ranks[-1], strict=True)]
+        groups = [dist.new_group(pair) for pair in pairs]  # by all ranks, those of other pairs too
+        return next((group for group, pair in zip(groups, pairs, strict=True) if dist.get_rank() in pair), None)
 
-        Made when first asked for, by all ranks at once; of no use to the ranks between.
+    def pp_ends(self) -> dist.ProcessGroup | None:
+        """The first and the last rank of this rank's pp axis, a group of its own for every axis; None between them.
+
+        Made when first asked for, by all ranks at once.
         """
-        if self._pp_ends is None:
-            if self.layout.pp == 2:
-                self._pp_ends = self.pp.get_group()
-            else:
-                ranks = self.data.mesh.flatten(1)
-                pairs = [[int(first), int(last)] for first, last in zip(ranks[0], ranks[-1], strict=True)]
-                groups = [dist.new_group(pair) for pair in pairs]
-                here = next((n for n, pair in enumerate(pairs) if dist.get_rank() in pair), 0)
-                self._pp_ends = groups[here]
         return self._pp_ends
 
     @property
@@ -104,6 +103,11 @@ class Meshes:
     def efsdp(self) -> DeviceMesh:
         return self.sparse["efsdp"]
 
+    @cached_property
+    def expert_hsdp(self) -> DeviceMesh:
+        """As hsdp, for the ranks that hold the same experts: (dp_replicate, efsdp), or efsdp alone."""
+        return self.sparse["dp_replicate", "efsdp"] if self.layout.dp_replicate > 1 else self.efsdp
+
     @property
     def ep(self) -> DeviceMesh:
         return self.sparse["ep"]
@@ -114,6 +118,7 @@ class Meshes:
         if self._sparse is not None:
             views.append(self._sparse)
         groups = {group for mesh in views for group in mesh.get_all_groups()}
-        if isinstance(self._pp_ends, dist.ProcessGroup):  # torch has a number for a group of other ranks
-            groups.add(self._pp_ends)
+        ends: dist.ProcessGroup | None = vars(self).get("_pp_ends")  # if it was asked for
+        if ends is not None:
+            groups.add(ends)
         return groups

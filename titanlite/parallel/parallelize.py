@@ -1,7 +1,8 @@
 """From a config to a model that is laid out over the ranks, with its weights: the one place where the order is fixed.
 
-Pipeline split -> build on meta -> tensor parallelism -> context parallelism -> activation checkpointing -> compile per
-block -> FSDP -> materialise -> initial weights. DDP cannot wrap meta tensors: there it comes after materialising.
+Pipeline split -> build on meta -> tensor parallelism -> expert parallelism -> context parallelism -> activation
+checkpointing -> compile per block -> FSDP -> materialise -> initial weights. Under tensor parallelism and with experts
+compile comes before checkpointing. DDP cannot wrap meta tensors: there it comes after materialising.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,12 +26,14 @@ from titanlite.config.schema import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titanlite.model.expert_balance import ExpertBalance
 from titanlite.model.init import init_
-from titanlite.model.transformer import Transformer
+from titanlite.model.transformer import Transformer, moe_layers
 from titanlite.parallel import gradients
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.context_parallel import apply_context_parallel, shard_sequence
 from titanlite.parallel.data_parallel import Replicated, Sharded, Single
+from titanlite.parallel.expert_parallel import apply_expert_parallel
 from titanlite.parallel.gradients import GradientStats
 from titanlite.parallel.mesh import Meshes
 from titanlite.parallel.pipeline_parallel import Pipeline, StageModel, StagePart, stage_parts
@@ -43,7 +47,9 @@ Batch = Mapping[str, torch.Tensor]
 class ParallelModel:
     """This rank's part of the model, and what a trainer does with it.
 
-    parameters: canonical FQN, the same everywhere -> float32 parameter at rest, a DTensor when sharded, else plain.
+    parameters:   canonical FQN, the same everywhere -> float32 parameter at rest, a DTensor when sharded, else plain.
+    buffers:      FQN -> buffer that belongs to the model's state, plain, equal on all ranks that have it.
+    expert_loads: int64 [n_layers, n_experts], assignments of the last step to each expert; zero for dense layers.
     """
 
     def __init__(
@@ -51,14 +57,18 @@ class ParallelModel:
         model: nn.Module,
         strategy: Single | Replicated | Sharded,
         parameters: dict[str, nn.Parameter],
+        balance: ExpertBalance,
         device: torch.device,
         meshes: Meshes,
     ) -> None:
         self.module = model
         self._strategy = strategy
         self.parameters = parameters
+        self.buffers = persistent_buffers(model)
         self._device = device
         self._meshes = meshes
+        self.balance = balance
+        self.expert_loads, _ = balance.take()
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's part of each sequence: what forward_backward and evaluate take. Targets are counted after it."""
@@ -91,7 +101,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token cross-entropies of one batch, float32 scalar on the device. Collective under FSDP."""
+        """Sum of the token cross-entropies of one batch, scalar on the device: float32, float64 under a pipeline.
+        Collective under FSDP and under a pipeline."""
         loss = self.module(**self._inputs(batch))
         self._strategy.release()
         return loss
@@ -100,9 +111,25 @@ class ParallelModel:
         """gradients.finish of the whole model. Collective."""
         return gradients.finish(self.parameters.values(), tokens, max_norm)
 
-    def metrics(self) -> dict[str, float]:
-        """What this form of parallelism adds to a row of metrics; the host may wait for the device. Collective."""
-        return {}
+    def finish_step(self, found_inf: torch.Tensor) -> dict[str, torch.Tensor]:
+        """After the optimizer: update what balances the experts, unless found_inf is 1, and start to count anew.
+
+        Returns ExpertBalance.metrics of the step, the same on all ranks; nothing without experts. Collective.
+        """
+        if self.expert_loads.numel() == 0:
+            return {}
+        loads, sums = self.balance.take()
+        if self._meshes.layout.world_size > 1:  # each rank has counted other tokens, or other layers
+            dist.all_reduce(loads)
+            dist.all_reduce(sums)
+        self.balance.update_biases(loads, found_inf)
+        self.expert_loads = loads
+        return self.balance.metrics(loads, sums)
+
+    def metrics(self) -> Callable[[], dict[str, float]]:
+        """What this form of parallelism adds to the row of the step just launched, to be read later, also when another
+        step runs. Reading it is collective, and the host may wait for the device."""
+        return dict
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's arguments, on the device."""
@@ -118,9 +145,17 @@ class PipelinedModel(ParallelModel):
     ) -> None:
         self.module = nn.ModuleList(stage.module for stage in stages)
         self.parameters = pipeline.parameters
+        self.buffers = {fqn: buffer for stage in stages for fqn, buffer in stage.buffers.items()}
         self._device = device
         self._meshes = meshes
         self._pipeline = pipeline
+        self.balance = stages[0].balance.with_layers_of(stage.balance for stage in stages)
+        self.expert_loads, _ = self.balance.take()
+        self._stages = list(stages)
+
+    def release(self) -> None:
+        for stage in self._stages:
+            stage.release()
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """As without a pipeline. The loss is the same on all ranks of the pp axis, each of which has the batches."""
@@ -129,12 +164,13 @@ class PipelinedModel(ParallelModel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
+        """As without a pipeline; the same on all ranks of the pp axis."""
         return self._pipeline.evaluate(self._inputs(batch))
 
     def finish_gradients(self, tokens: torch.Tensor, max_norm: float) -> GradientStats:
         return gradients.finish(self._pipeline.counted, tokens, max_norm, self._pipeline.group)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Callable[[], dict[str, float]]:
         return self._pipeline.bubble()
 
 
@@ -169,15 +205,19 @@ def parallelize(
         )
     if ranks.layout.tp > 1:
         apply_tensor_parallel(model, ranks.meshes, model_config)
+    if model_config.moe.n_experts:
+        apply_expert_parallel(model, ranks.meshes)
     blocks = list(model.layers.values())
     if ranks.layout.cp > 1:
         apply_context_parallel(model, ranks.meshes.cp, parallelism.cp_method)
-    if compile_config.enable and ranks.layout.tp > 1:
-        # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails.
+    compile_first = ranks.layout.tp > 1 or model_config.moe.n_experts > 0
+    if compile_config.enable and compile_first:
+        # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails; and
+        # what a compiled block leaves out, as it does experts, must not be where it recomputes.
         for block in blocks:
             block.forward = torch.compile(block.forward)
-    apply_activation_checkpoint(blocks, activation_checkpoint)
-    if compile_config.enable and ranks.layout.tp == 1:
+    apply_activation_checkpoint(model.layers, activation_checkpoint, ranks.layout.tp > 1)
+    if compile_config.enable and not compile_first:
         _compile(blocks)
 
     strategy: Single | Replicated | Sharded
@@ -187,10 +227,11 @@ def parallelize(
         strategy = Single(model) if ranks.world_size == 1 else Replicated(model, ranks.device, reduce_dtype)
     else:
         zero_stage = resolve_zero_stage(parallelism, ranks.layout)
-        mesh, pipeline = ranks.meshes.hsdp, part is not None
-        strategy = Sharded(model, blocks, mesh, zero_stage, param_dtype, reduce_dtype, pipeline)
+        pipeline = part is not None
+        strategy = Sharded(model, blocks, ranks.meshes, zero_stage, param_dtype, reduce_dtype, pipeline)
         parameters = materialise(model, model_config, seed, ranks.device)
-    return ParallelModel(model, strategy, parameters, ranks.device, ranks.meshes)
+    balance = ExpertBalance(model_config, moe_layers(model), ranks.device)
+    return ParallelModel(model, strategy, parameters, balance, ranks.device, ranks.meshes)
 
 
 def _pipeline(
@@ -203,14 +244,19 @@ def _pipeline(
     """This rank's stages, each laid out by lay_out(part=...), and the pipeline that runs them. Collective."""
     parts = stage_parts(plan, ranks.meshes.pp.get_local_rank())
     stages = {index: lay_out(part=part) for index, part in parts.items()}
+    batch, layout = plan_batch(training, ranks.layout, plan), ranks.layout
+    rows, length = batch.local_batch_size // batch.microbatches, training.seq_len // layout.cp
+    shape = rows, length // layout.tp, model_config.dim
+    dtype = DTYPES[training.mixed_precision_param]
     pipeline = Pipeline(
         plan,
-        plan_batch(training, ranks.layout, plan).microbatches,
+        batch.microbatches,
         [StageModel(index, stage.module, stage.parameters, stage.release) for index, stage in stages.items()],
         ranks.meshes,
         ranks.device,
         tied=model_config.tie_word_embeddings,
-        hidden=(ranks.layout.tp, model_config.dim, DTYPES[training.mixed_precision_param]),
+        tokens=torch.empty(rows, length, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),
     )
     return PipelinedModel(pipeline, list(stages.values()), ranks.device, ranks.meshes)
 
@@ -238,6 +284,12 @@ def materialise(model: Transformer, config: ModelConfig, seed: int, device: torc
             local, offsets = local_block(parameter)
             init_(local, name, config, seed, global_shape=tuple(parameter.shape), offsets=offsets)
     return parameters
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are saved, by FQN."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def local_block(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -5,15 +5,19 @@ batch in microbatches through all stages, forward and backward, nothing scaled; 
 last run and are reduced once. The loss is known to all ranks.
 
 Private in torch, and so wrapped here (seen working on 2.13.0, CPU): `PipelineStage.perform_reduce_grad`, and that
-`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing.
+`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` do all of a stage's computing; of FSDP2, in
+`_widen_gradients`, `_get_fsdp_state`, `_fsdp_param_groups`, `accumulate_unsharded_grad_if_needed` and
+`to_accumulated_grad_if_needed`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +78,25 @@ def stage_parts(plan: PipelinePlan, rank: int) -> dict[int, StagePart]:
     return {stage: StagePart(plan.layers[stage], stage == 0, stage == last) for stage in plan.stages_of(rank)}
 
 
+def forward_ticks(plan: PipelinePlan, microbatches: int) -> Iterator[list[tuple[int, int]]]:
+    """Forward of all microbatches through all stages, in ticks: of each, (stage, microbatch) of the ranks that compute.
+
+    A rank runs its stages in order, each with all microbatches. What a tick computes can be used in the next.
+    """
+    waiting = [
+        deque((stage, number) for stage in plan.stages_of(rank) for number in range(microbatches))
+        for rank in range(plan.pp)
+    ]
+    done = {(-1, number) for number in range(microbatches)}  # as if by a stage before the first
+    while any(waiting):
+        ready = [queue for queue in waiting if queue and (queue[0][0] - 1, queue[0][1]) in done]
+        tick = [queue.popleft() for queue in ready]
+        done.update(tick)
+        yield tick
+
+
 class Clock:
-    """Adds up how long something runs: host seconds on a CPU, CUDA events on a GPU, which are read when asked for."""
+    """Adds up how long something runs: host seconds on a CPU, CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -95,15 +116,17 @@ class Clock:
         end.record()
         self._events.append((begin, end))
 
-    def reset(self) -> None:
-        self._seconds = 0.0
-        self._events.clear()
+    def take(self) -> Callable[[], float]:
+        """The seconds since the last take, to be read later: on a GPU the host then waits for the work."""
+        seconds, events = self._seconds, self._events
+        self._seconds, self._events = 0.0, []
 
-    def seconds(self) -> float:
-        """Since the last reset. On a GPU the host waits for the work."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        def read() -> float:
+            if events:
+                events[-1][1].synchronize()
+            return seconds + sum(begin.elapsed_time(end) for begin, end in events) / 1000
+
+        return read
 
 
 class Stage(PipelineStage):
@@ -198,13 +221,15 @@ class Pipeline:
         device: torch.device,
         *,
         tied: bool,
-        hidden: tuple[int, int, torch.dtype],
+        tokens: Tensor,
+        hidden: Tensor,
     ) -> None:
         """Collective.
 
         microbatches: of a schedule run.
         tied:         the first and the last stage hold one table.
-        hidden:       of what stages send on: ranks among which a batch's tokens are divided there, width, dtype.
+        tokens:       meta tensor like a microbatch's tokens in training, [B, S].
+        hidden:       meta tensor like what stages send on of it, [B, S or a part of it, dim].
         """
         self.plan = plan
         self.group = meshes.pp.get_group()
@@ -214,9 +239,7 @@ class Pipeline:
         self._device = device
         self._hidden = hidden
         self._computing, self._step = Clock(device), Clock(device)
-        self._schedule: Any = None
-        self._shape: tuple[int, ...] = ()
-        self._stages: list[Stage] = []
+        self._measured: Callable[[], dict[str, float]] = dict
 
         self._second_copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for model in self._models:
@@ -229,11 +252,20 @@ class Pipeline:
         first, last = plan.rank_of(0), plan.rank_of(len(plan.layers) - 1)
         # The two ranks of a tied table that lies apart. Each updates its copy by the sum of both gradients.
         self._tied_group = meshes.pp_ends() if tied and first != last else None
-        here = meshes.pp.get_local_rank()
-        twice = self._tied_group is not None and here == last
+        twice = self._tied_group is not None and meshes.pp.get_local_rank() == last
         self.counted = [p for name, p in self.parameters.items() if not (twice and name == TIED)]
-        if here not in (first, last):
-            self._tied_group = None
+        n_stages = len(plan.layers)
+        self._stages = [
+            Stage(model, n_stages, tokens, hidden, device, self.group, self._computing) for model in self._models
+        ]
+        self._schedule = SCHEDULES[plan.schedule](
+            self._stages[0] if plan.schedule in SINGLE_STAGE else self._stages,
+            microbatches,
+            loss_fn=lambda output, target: output.sum(),
+            scale_grads=False,
+        )
+        # A group's first collective must be one of all its ranks (NCCL); a batch of sends and receives is of some.
+        dist.all_reduce(torch.zeros((), device=device), group=self.group)
 
     # ---- training
 
@@ -244,8 +276,6 @@ class Pipeline:
         Returns the sum of the token cross-entropies, float64 scalar, the same on all ranks of the pp axis.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._computing.reset()
-        self._step.reset()
         with self._step.running():
             self._renew_second_copies()
             for index, inputs in enumerate(runs):
@@ -254,15 +284,12 @@ class Pipeline:
                     total += torch.stack(losses).sum(dtype=torch.float64)
             self._sum_tied_gradients()
             dist.all_reduce(total, group=self.group)
+        self._measured = partial(self._bubble, self._computing.take(), self._step.take())
         return total
 
     def _run(self, inputs: Inputs, last: bool) -> list[Tensor]:
         """One run of the schedule; the microbatches' losses where the last stage is."""
         microbatches = split(inputs, self._microbatches)
-        shape = tuple(microbatches[0]["tokens_or_h"].shape)
-        if shape != self._shape:
-            self._shape = shape
-            self._build(shape)
         for stage in self._stages:
             stage.microbatches = microbatches
             stage.last_run = last
@@ -272,22 +299,6 @@ class Pipeline:
         for stage in self._stages:
             stage.microbatches = []
         return [loss.detach() for loss in losses]
-
-    def _build(self, shape: tuple[int, ...]) -> None:
-        sharers, width, dtype = self._hidden
-        hidden = torch.empty(shape[0], shape[1] // sharers, width, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        n_stages = len(self.plan.layers)
-        self._stages = [
-            Stage(model, n_stages, tokens, hidden, self._device, self.group, self._computing) for model in self._models
-        ]
-        single = self.plan.schedule in SINGLE_STAGE
-        self._schedule = SCHEDULES[self.plan.schedule](
-            self._stages[0] if single else self._stages,
-            self._microbatches,
-            loss_fn=lambda output, target: output.sum(),
-            scale_grads=False,
-        )
 
     @torch.no_grad()
     def _renew_second_copies(self) -> None:
@@ -310,61 +321,58 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Sum of the token cross-entropies of one batch, the same on all ranks of the pp axis. Collective.
+        """Sum of the token cross-entropies of one batch, float64 scalar, the same on all ranks of the pp axis.
+        Collective.
 
         A forward-only loop of its own: torch's schedules cannot all do it, and those that can take gradients away.
         """
         self._renew_second_copies()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         microbatches = split(inputs, min(self._microbatches, inputs["tokens_or_h"].shape[0]))
-        received: list[Tensor | None] = [None] * len(microbatches)
-        sends: list[dist.Work] = []
-        sent: list[Tensor] = []  # kept until it is gone
+        models = {model.index: model for model in self._models}
         last = len(self.plan.layers) - 1
-        for model in self._models:
-            here, after = self._rank(model.index), self._rank(model.index + 1) if model.index < last else None
-            before = self._rank(model.index - 1) if model.index > 0 else None
-            for number, microbatch in enumerate(microbatches):
-                if before is None:
-                    h = microbatch["tokens_or_h"]
-                elif before == here:
-                    local = received[number]
-                    assert local is not None
-                    h = local
-                else:
-                    h = torch.empty(self._hidden_shape(microbatch), dtype=self._hidden[2], device=self._device)
-                    dist.recv(h, src=before, group=self.group)
-                out = model.module(h, **stage_arguments(microbatch, model.index == last))
-                if after is None:
-                    total += out
-                elif after == here:
-                    received[number] = out
-                else:
-                    sent.append(out.contiguous())
-                    work = dist.isend(sent[-1], dst=after, group=self.group)
-                    assert work is not None
-                    sends.append(work)
-            model.release()
-        for work in sends:
-            work.wait()
+
+        def transfer(op: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
+            return dist.P2POp(op, tensor, group=self.group, group_peer=self.plan.rank_of(stage))
+
+        hidden = {(0, number): microbatch["tokens_or_h"] for number, microbatch in enumerate(microbatches)}
+        for tick in forward_ticks(self.plan, len(microbatches)):
+            transfers: list[dist.P2POp] = []
+            for stage, number in tick:
+                after = stage + 1
+                if stage in models:
+                    arguments = stage_arguments(microbatches[number], stage == last)
+                    out = models[stage].module(hidden.pop((stage, number)), **arguments)
+                    if stage == last:
+                        total += out
+                    elif after in models:
+                        hidden[after, number] = out
+                    else:
+                        transfers.append(transfer(dist.isend, out.contiguous(), after))
+                    if number == len(microbatches) - 1:
+                        models[stage].release()
+                elif after in models:
+                    shape = (microbatches[number]["tokens_or_h"].shape[0], *self._hidden.shape[1:])
+                    hidden[after, number] = torch.empty(shape, dtype=self._hidden.dtype, device=self._device)
+                    transfers.append(transfer(dist.irecv, hidden[after, number], stage))
+            # Both directions at once, and the same ticks on all ranks. One by one, the sends and receives of two ranks
+            # share a queue under NCCL: with several stages a rank a send would wait behind a receive that waits for it.
+            for work in dist.batch_isend_irecv(transfers) if transfers else ():
+                work.wait()
         dist.all_reduce(total, group=self.group)
         return total
 
-    def _rank(self, stage: int) -> int:
-        """Global rank that holds a stage."""
-        return dist.get_global_rank(self.group, self.plan.rank_of(stage))
-
-    def _hidden_shape(self, inputs: Inputs) -> tuple[int, int, int]:
-        rows, tokens = inputs["tokens_or_h"].shape
-        return rows, tokens // self._hidden[0], self._hidden[1]
-
     # ---- metrics
 
-    def bubble(self) -> dict[str, float]:
-        """Of the last step: the share of its forward and backward in which a rank's stages do not compute, on average
-        and on the worst rank, what the schedule promises, and (K - 1) / (M + K - 1). Collective over the pp axis."""
-        step = self._step.seconds()
-        idle = 1.0 - self._computing.seconds() / step if step else 0.0
+    def bubble(self) -> Callable[[], dict[str, float]]:
+        """Reads, also when another step runs by then, of the step just launched: the share of its forward and backward
+        in which a rank's stages do not compute, on average and on the worst rank, what the schedule promises, and
+        (K - 1) / (M + K - 1) for K ranks. Reading is collective over the pp axis."""
+        return self._measured
+
+    def _bubble(self, computing: Callable[[], float], whole: Callable[[], float]) -> dict[str, float]:
+        step = whole()
+        idle = 1.0 - computing() / step if step else 0.0
         shares: list[Any] = [None] * self.plan.pp
         dist.all_gather_object(shares, idle, group=self.group)
         m, k = self._microbatches, self.plan.pp

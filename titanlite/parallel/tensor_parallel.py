@@ -27,11 +27,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from titanlite.config.schema import ModelConfig
 from titanlite.model.attention import Attention
 from titanlite.model.layers import MLP, Embedding, Linear, RMSNorm, embed, linear, rms_norm
+from titanlite.model.moe import MoE, Router
 from titanlite.model.transformer import Block, Head, Transformer
 from titanlite.parallel import collectives
 from titanlite.parallel.mesh import Meshes
 
-ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()  # of a weight [out, in]
+# Of a weight [out, in]: its rows make Megatron's column-parallel layer, its columns the row-parallel one.
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 
 
 def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfig) -> None:
@@ -47,10 +49,12 @@ def apply_tensor_parallel(model: Transformer, meshes: Meshes, config: ModelConfi
         assert isinstance(block, Block)
         _split_norm(block.attention_norm, mesh)
         _split_attention(block.attention, mesh, config)
+        _compute(block.attention, _between_sequence_parts, group)
         _split_norm(block.mlp_norm, mesh)
-        _split_mlp(block.mlp, mesh)
-        for module in (block.attention, block.mlp):
-            _compute(module, _between_sequence_parts, group)
+        if isinstance(block.mlp, MoE):
+            _split_moe(block.mlp, mesh, group)
+        else:
+            _split_mlp(block.mlp, mesh, group)
     if model.norm is not None:
         _split_norm(model.norm, mesh)
     if model.embedding is not None:
@@ -74,12 +78,12 @@ def _compute(module: nn.Module, function: Callable[..., Tensor], *first: Any) ->
     module.forward = partial(function, module, *first)
 
 
-def _split(module: Linear | Embedding | RMSNorm, mesh: DeviceMesh, placement: Placement) -> None:
+def _split(module: Linear | Embedding | RMSNorm | Router, mesh: DeviceMesh, placement: Placement) -> None:
     # src_data_rank None: every rank cuts what it has, nothing is sent.
     module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [placement], src_data_rank=None))
 
 
-def _local(module: Linear | Embedding | RMSNorm) -> Tensor:
+def _local(module: Linear | Embedding | RMSNorm | Router) -> Tensor:
     """This rank's part of the weight. A whole one gets a gradient that is still to be summed over tp."""
     weight = module.weight
     assert isinstance(weight, DTensor)
@@ -125,10 +129,19 @@ def _kv_rows(config: ModelConfig, mesh: DeviceMesh) -> slice:
     return slice(head * config.resolved_head_dim, (head + 1) * config.resolved_head_dim)
 
 
-def _split_mlp(mlp: MLP, mesh: DeviceMesh) -> None:
+def _split_mlp(mlp: MLP, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     _split_linear(mlp.gate, mesh, ROWS)
     _split_linear(mlp.up, mesh, ROWS)
     _split_linear(mlp.down, mesh, COLUMNS)
+    _compute(mlp, _between_sequence_parts, group)
+
+
+def _split_moe(moe: MoE, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Tokens are routed where they are, in this rank's part of the sequence; experts are not split over tp."""
+    _split(moe.router, mesh, WHOLE)
+    _compute(moe.router, lambda router, x: router.route(x, _local(router)))
+    if moe.shared is not None:
+        _split_mlp(moe.shared, mesh, group)
 
 
 def _between_sequence_parts(module: nn.Module, group: dist.ProcessGroup, x: Tensor, *args: Any) -> Tensor:
@@ -182,6 +195,21 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
+@torch.library.custom_op("titanlite::scatter_sequence", mutates_args=())
+def _scatter_op(x: Tensor, group_name: str) -> Tensor:
+    """An operator, so that selective recomputation can keep what it returns."""
+    return collectives.scatter_sequence(x, collectives.group_named(group_name))
+
+
+@_scatter_op.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    size = collectives.group_named(group_name).size()
+    return x.new_empty((x.shape[0], x.shape[1] // size, *x.shape[2:]))
+
+
+SCATTER_SEQUENCE = torch.ops.titanlite.scatter_sequence.default
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -197,7 +225,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return collectives.scatter_sequence(x, group)
+        return _scatter_op(x, group.group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.check import NOT_AVAILABLE, machine_problems, static_problems, warnings
+from titanlite.config.check import machine_problems, static_problems, warnings
 from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import Problem
 
@@ -27,7 +27,7 @@ def test_the_minimal_run_has_nothing_wrong(make: Make) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["--parallelism.ep=2"], "parallelism.ep", "got 2; allowed: 1: this form of parallelism is not available yet"),
+        (["--parallelism.ep=2"], "parallelism.ep", "got 2; allowed: 1 while model.moe.n_experts is 0"),
         (
             ["--parallelism.tp=3", "--training.seq_len=33"],
             "parallelism.tp",
@@ -155,10 +155,68 @@ def test_the_weight_that_is_proposed_is_accepted(make: Make, others: str) -> Non
     assert problem.key not in [other.key for other in problems]
 
 
-def test_degrees_that_do_not_exist_yet_are_refused_by_one_rule(make: Make) -> None:
-    assert NOT_AVAILABLE == ("ep",)
-    problems = static_problems(make(*(f"--parallelism.{name}=2" for name in NOT_AVAILABLE)), 2)
-    assert [problem.key for problem in problems] == [f"parallelism.{name}" for name in NOT_AVAILABLE]
+MOE = ("--model.moe.n_experts=8", "--model.moe.top_k=2", "--model.moe.expert_dim=16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["--model.moe.top_k=9"], "model.moe.top_k", "got 9; allowed: 1 to model.moe.n_experts = 8"),
+        (["--model.moe.top_k=0"], "model.moe.top_k", "fix: set it: Mixtral has 2 of 8"),
+        (["--model.moe.expert_dim=0"], "model.moe.expert_dim", "got 0; allowed: a multiple of 8"),
+        (["--model.moe.expert_dim=20"], "model.moe.expert_dim", "fix: set it to 16 or 24"),
+        (["--model.dim=60", "--model.head_dim=16"], "model.dim", "got 60; allowed: a multiple of 8 while"),
+        (["--model.moe.first_k_dense=2"], "model.moe.first_k_dense", "got 2; allowed: less than model.n_layers = 2"),
+    ],
+)
+def test_rules_of_experts(make: Make, overrides: list[str], key: str, words: str) -> None:
+    (problem,) = static_problems(make(*MOE, *overrides), 1)
+    assert problem.key == key and problem.where == "command line"
+    assert words in str(problem)
+
+
+def test_legal_experts(make: Make) -> None:
+    for overrides in (
+        [],
+        ["--model.moe.top_k=8"],
+        ["--model.moe.first_k_dense=1", "--model.moe.n_shared_experts=2"],
+        ["--model.moe.score_func=sigmoid", "--model.moe.bias_update_rate=1e-3", "--model.moe.aux_loss_coeff=1e-4"],
+        ["--model.moe.bias_update_rate=1e-3", "--model.moe.route_norm=false"],
+        ["--model.moe.n_experts=1", "--model.moe.top_k=1", "--model.moe.route_norm=false"],
+    ):
+        assert static_problems(make(*MOE, *overrides), 1) == [] and warnings(make(*MOE, *overrides), 1) == []
+
+
+SIX = ("--model.moe.n_experts=6", "--model.moe.top_k=2", "--model.moe.expert_dim=8")
+
+
+def test_expert_parallelism(make: Make) -> None:
+    for ep in (1, 2, 3, 6):
+        assert static_problems(make(*SIX, f"--parallelism.ep={ep}"), 6) == []
+    (problem,) = static_problems(make(*SIX, "--parallelism.ep=4"), 4)
+    assert (problem.key, problem.where, problem.got) == ("parallelism.ep", "command line", "4")
+    assert "a divisor of model.moe.n_experts = 6" in problem.allowed and "one of [1, 2, 3, 6]" in problem.fix
+    (problem,) = static_problems(make(*SIX, "--parallelism.ep=3"), 4)
+    assert problem.key == "parallelism.ep" and "a divisor of dp_shard x cp x tp = 4" in problem.allowed
+    for degrees in (
+        ("tp=2",),
+        ("tp=2", "ep=2"),
+        ("cp=2", "ep=2"),
+        ("pp=2", "ep=2", "pp_schedule=GPipe"),
+        ("dp_replicate=2", "ep=2"),
+    ):
+        assert static_problems(make(*SIX, *(f"--parallelism.{degree}" for degree in degrees)), 4) == []
+
+
+def test_sizes_of_a_model_with_experts_under_tensor_parallelism(make: Make) -> None:
+    """The dense MLP counts where a layer has one; the shared expert is cut like one; routed experts are not cut."""
+    heads = ("--model.n_heads=16", "--model.n_kv_heads=16", "--model.dim=256", "--parallelism.tp=16")
+    narrow = (*SIX, *heads, "--model.ffn_dim=15")
+    assert static_problems(make(*narrow), 16) == []
+    (problem,) = static_problems(make(*narrow, "--model.moe.first_k_dense=1"), 16)
+    assert problem.key == "model.ffn_dim" and "got 15, which is cut into" in str(problem)
+    (problem,) = static_problems(make(*narrow, "--model.moe.n_shared_experts=1"), 16)
+    assert problem.key == "model.moe.expert_dim" and "a shared expert of 8, which is cut into 8 parts" in problem.got
 
 
 def test_context_parallelism(make: Make) -> None:
@@ -242,8 +300,40 @@ def test_recomputation_with_a_split_backward_and_shared_blocks_is_refused(make: 
     deep, tp = ("--model.n_layers=4", *PP), "--parallelism.tp=2"
     (problem,) = static_problems(make(*deep, zero_bubble, full, tp), 4)
     assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and tp" in problem.allowed
-    for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp)):
+    (problem,) = static_problems(make(*deep, *SIX, zero_bubble, full, "--parallelism.ep=2"), 4)
+    assert problem.key == "activation_checkpoint.mode" and "InterleavedZeroBubble and ep" in problem.allowed
+    second = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
+    (problem,) = static_problems(make(*deep, zero_bubble, *second, tp), 4)
+    assert problem.key == "activation_checkpoint.mode" and "wait for each other forever" in problem.allowed
+    for overrides in ((zero_bubble, full), (zero_bubble, tp), (full, tp), (zero_bubble, *second), (*second, tp)):
         assert static_problems(make(*deep, *overrides), 2 ** (1 + (tp in overrides))) == [], overrides
+
+
+def test_selective_recomputation_is_refused_where_operators_cannot_be_chosen(make: Make) -> None:
+    """Seen with torch 2.13: "Trying to backward an extra time" under all three schedules, with tp and cp of 1."""
+    selective, deep = "--activation_checkpoint.mode=selective", "--model.n_layers=4"
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        (problem,) = static_problems(make(deep, *PP, f"--parallelism.pp_schedule={name}", selective), 2)
+        assert problem.key == "activation_checkpoint.mode" and f"with {name}: its backward" in problem.allowed
+    assert static_problems(make(deep, *PP, "--parallelism.pp_schedule=Interleaved1F1B", selective), 2) == []
+    tp, compiled = "--parallelism.tp=2", "--compile.enable"
+    (problem,) = static_problems(make(selective, tp, compiled), 2)
+    assert problem.key == "activation_checkpoint.mode" and "compiled code" in problem.allowed
+    second = "--activation_checkpoint.selective_ac_option=2"
+    for overrides in ((selective, tp), (selective, compiled), (selective, second, tp, compiled)):
+        assert static_problems(make("--model.n_layers=2", *overrides), 2) == []
+
+
+def test_which_blocks_selective_recomputation_takes(make: Make) -> None:
+    option = "--activation_checkpoint.selective_ac_option"
+    for value in ("x", "0", "-1", "5", "1.5", "99999999999999999999999", "²"):
+        (problem,) = static_problems(make("--model.n_layers=4", f"{option}={value}"), 1)
+        assert problem.key == option[2:] and '"op", or a number from "1" to "4"' in problem.allowed
+    second = make("--model.n_layers=4", f"{option}=2", "--activation_checkpoint.mode=selective")
+    assert static_problems(second, 1) == [] and warnings(second, 1) == []
+    assert [second.config.activation_checkpoint.of_layer(i) for i in range(4)] == ["none", "full", "none", "full"]
+    (warning,) = warnings(make("--model.n_layers=4", f"{option}=2"), 1)
+    assert warning == f'{option[2:]}: ignored while activation_checkpoint.mode is not "selective".'
 
 
 def test_a_list_of_layers_is_one_of_integers(refused: Callable[..., list[Problem]]) -> None:
@@ -358,12 +448,6 @@ def test_folders_that_cannot_be_made(make: Make, write: Write, tmp_path: Path) -
     write("x", "outputs/run", minimal=False)  # a file where the run folder would be
     (problem,) = machine_problems(make(), 0)
     assert problem.key == "run.output_dir" and "outputs/run is a file" in problem.fix
-    (tmp_path / "outputs/run").unlink()
-    (tmp_path / "outputs/run").mkdir()
-    write("x", "outputs/run/checkpoints", minimal=False)
-    (problem,) = machine_problems(make(), 0)
-    assert problem.key == "run.output_dir" and "outputs/run/checkpoints is a file" in problem.fix
-    assert machine_problems(make("--checkpoint.enable=false"), 0) == []
     assert machine_problems(make("--run.output_dir=new/deep", "--data.cache_dir=."), 0) == []
     assert not (tmp_path / "new").exists()  # checking makes nothing
 
@@ -415,9 +499,23 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
             "lr_scheduler.min_lr_factor: ignored",
         ),
         (["--model.rope_scaling.low_freq_factor=2"], 1, "model.rope_scaling.low_freq_factor: ignored while"),
+        (["--model.moe.top_k=2"], 1, "model.moe.top_k: ignored while model.moe.n_experts is 0"),
+        (
+            [
+                "--model.moe.n_experts=2",
+                "--model.moe.top_k=2",
+                "--model.moe.expert_dim=8",
+                "--model.moe.aux_loss_coeff=1",
+            ],
+            1,
+            "model.moe.aux_loss_coeff: ignored, every token goes through all 2 experts",
+        ),
+        (
+            ["--model.moe.n_experts=2", "--model.moe.top_k=1", "--model.moe.expert_dim=8"],
+            1,
+            "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1",
+        ),
         (["--checkpoint.enable=false", "--checkpoint.interval=5"], 1, "checkpoint.interval: ignored while"),
-        (["--checkpoint.keep_every=5", "--checkpoint.keep_latest_k=0"], 1, "checkpoint.keep_every: ignored while"),
-        (["--checkpoint.keep_every=9", "--checkpoint.interval=6"], 1, "every 18th step"),
         (["--validation.freq=5"], 1, "validation.freq: ignored while validation.enable is false"),
         (["--data.document_mask=true", "--training.seq_len=24"], 1, "which 16 does not divide"),
         (["--parallelism.cp_method=allgather"], 2, "cp_method: ignored while parallelism.cp is 1"),
@@ -440,7 +538,6 @@ def test_warning(make: Make, overrides: list[str], world: int, words: str) -> No
         (["--lr_scheduler.decay_ratio=0", "--training.steps=11"], 1),  # the peak holds for ever
         (["--lr_scheduler.decay_ratio=0.5", "--lr_scheduler.min_lr_factor=0.2"], 1),
         (["--checkpoint.enable=false"], 1),
-        (["--checkpoint.keep_every=12", "--checkpoint.interval=6"], 1),
         (["--parallelism.cp_method=allgather", "--parallelism.cp=2"], 2),
         (["--parallelism.cp_method=ring"], 1),
         (["--parallelism.dp_shard=3"], 4),  # refused; not the warnings' concern
@@ -454,17 +551,6 @@ def test_a_resolved_config_warns_of_what_its_run_did(make: Make, write: Write) -
     """It gives every key, so that being given says nothing."""
     write(dump(make("--lr_scheduler.decay_ratio=0").config), "resolved.toml", minimal=False)
     assert warnings(load("resolved.toml"), 1) == []
-
-
-def test_a_run_that_leaves_its_checkpoints_alone_is_told(make: Make, tmp_path: Path) -> None:
-    loaded = make("--checkpoint.enable=false")
-    step = tmp_path / "outputs/run/checkpoints/step-00000010"
-    step.mkdir(parents=True)
-    assert warnings(loaded, 1) == []
-    (step / "manifest.json").write_text("{}")
-    (warning,) = warnings(loaded, 1)
-    assert "outputs/run/checkpoints is not gone on from" in warning
-    assert warnings(make(), 1) == []
 
 
 def test_section_switched_off_on_the_command_line_is_no_mistake(write: Write) -> None:

@@ -15,6 +15,7 @@ from titanlite.config.layout import (
     PipelinePlan,
     balanced_layers,
     divisors,
+    fewest_processes,
     fixed_world_size,
     parameter_counts,
     plan_batch,
@@ -25,7 +26,7 @@ from titanlite.config.layout import (
 )
 from titanlite.config.load import Loaded, load
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import ModelConfig, ParallelismConfig, TrainingConfig
+from titanlite.config.schema import ModelConfig, MoEConfig, ParallelismConfig, TrainingConfig
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
@@ -99,6 +100,17 @@ def test_dp_shard_takes_what_is_left() -> None:
     assert fixed_world_size(ParallelismConfig(dp_replicate=2, dp_shard=4, tp=3, pp=5, cp=7, ep=2)) == 840
 
 
+def test_fewest_processes_is_the_smallest_world_that_fits() -> None:
+    choices = itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3, 4, 6, 8))
+    for choice in choices:
+        degrees = dict(zip(("dp_replicate", "tp", "pp", "cp", "ep"), choice, strict=True))
+        fewest = fewest_processes(ParallelismConfig.model_validate(degrees))
+        assert _layout(fewest, **degrees).world_size == fewest
+        for fewer in range(1, fewest):
+            with pytest.raises(InputError):
+                _layout(fewer, **degrees)
+
+
 @pytest.mark.parametrize(
     ("world", "degrees", "key", "words"),
     [
@@ -107,6 +119,7 @@ def test_dp_shard_takes_what_is_left() -> None:
         (2, {"dp_replicate": 4}, "parallelism", ("run 4 processes",)),
         (4, {"dp_shard": 2}, "parallelism", ("4 processes for", "= 2;", "run 2 processes", "dp_shard = -1")),
         (1, {"dp_shard": 2, "dp_replicate": 2}, "parallelism", ("run 4 processes",)),
+        (2**22, {"tp": 2**11, "dp_shard": 2**11}, "parallelism", ("4194304 processes", "at most 131072")),
         (8, {"ep": 3}, "parallelism.ep", ("a divisor of dp_shard x cp x tp = 8", "nearest are 2 or 4")),
         (8, {"dp_replicate": 8, "dp_shard": 1, "ep": 2}, "parallelism.ep", ("= 1", "nearest are 1")),
     ],
@@ -215,11 +228,9 @@ def test_stages_and_their_ranks() -> None:
     assert _pipeline("GPipe", 2, 5, pp_layers_per_stage=(1, 4)).layers == (range(1), range(1, 5))
 
 
-def test_bubbles_that_schedules_promise() -> None:
+def test_bubble_of_1f1b() -> None:
+    """Of the others it is compared with torch's order of actions: tests/unit/parallel/test_pipeline_schedules.py."""
     assert _pipeline("1F1B", 4, 8).ideal_bubble(8) == 3 / 11
-    assert _pipeline("Interleaved1F1B", 4, 8).ideal_bubble(8) == 3 / 19
-    assert _pipeline("InterleavedZeroBubble", 4, 8).ideal_bubble(8) == 3 / 51
-    assert _pipeline("ZBVZeroBubble", 4, 8).ideal_bubble(8) == 0
 
 
 @pytest.mark.parametrize(
@@ -276,10 +287,61 @@ def test_divisors() -> None:
         ("llama_8b", 8_030_261_248),
         ("llama_70b", 70_553_706_496),
         ("llama_405b", 405_853_388_800),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("qwen3_30b_a3b", 30_532_122_624),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name: str, total: int) -> None:
     assert parameter_counts(load(name).config.model).total == total
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "idle"),
+    [
+        ("llama_8b", 8.03, 0),
+        ("mixtral_8x7b", 12.9, 32 * (8 - 2) * 3 * 4096 * 14336),
+        ("qwen3_30b_a3b", 3.35, 48 * (128 - 8) * 3 * 2048 * 768),
+    ],
+)
+def test_active_parameters_are_those_of_one_token(name: str, billions: float, idle: int) -> None:
+    counts = parameter_counts(load(name).config.model)
+    assert counts.active == counts.total - idle
+    assert counts.active / 1e9 == pytest.approx(billions, abs=0.03)
+    # Each active parameter multiplies the token, but for norms and the embedding's lookup.
+    assert counts.matmul == counts.active - counts.norms - counts.embedding
+
+
+def test_parameter_counts_of_experts_by_hand() -> None:
+    moe = MoEConfig(n_experts=5, top_k=2, expert_dim=7, n_shared_experts=3, first_k_dense=1)
+    counts = parameter_counts(_model(3, ffn_dim=100, moe=moe))
+    dense, plain = (parameter_counts(_model(layers, ffn_dim=100)) for layers in (3, 1))
+    attention = 4 * 64 * 64
+    layer, expert = attention + 5 * 64, 3 * 64 * 7
+    assert counts.total == dense.total + 2 * (layer + 8 * expert - (attention + 3 * 64 * 100))
+    assert counts.active == dense.total + 2 * (layer + 5 * expert - (attention + 3 * 64 * 100))
+    assert (counts.embedding, counts.norms) == (dense.embedding, dense.norms)
+    assert counts.matmul == plain.matmul + 2 * (layer + 5 * expert)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("ffn_dim", "expert_dim"), [(512, 8), (8, 256), (64, 32)])
+def test_dense_and_moe_layers_are_balanced_by_what_they_cost(n_stages: int, ffn_dim: int, expert_dim: int) -> None:
+    moe = MoEConfig(n_experts=8, top_k=2, expert_dim=expert_dim, n_shared_experts=1, first_k_dense=3)
+    model = _model(7, vocab_size=512, ffn_dim=ffn_dim, moe=moe)
+    attention = 4 * 64 * 64
+    layers = [attention + 3 * 64 * ffn_dim] * 3 + [attention + 64 * 8 + 3 * 64 * expert_dim * 3] * 4
+
+    def costs(counts: tuple[int, ...]) -> list[int]:
+        ends = list(itertools.accumulate(counts))
+        found = [sum(layers[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        found[0] += 64
+        found[-1] += 512 * 64
+        return sorted(found, reverse=True)
+
+    splits = [s for s in itertools.product(range(1, 8), repeat=n_stages) if sum(s) == 7]
+    found = balanced_layers(model, n_stages)
+    assert found in splits and costs(found) == min(costs(s) for s in splits)
+    assert found == min(s for s in splits if costs(s) == costs(found)), "fewer layers first"
 
 
 def test_parameter_counts_by_hand() -> None:

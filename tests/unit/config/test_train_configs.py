@@ -17,6 +17,7 @@ from titanlite.config.problems import InputError
 
 SHIPPED = sorted((REPOSITORY / "train_configs").glob("*.toml"))
 WORLDS = {"llama_debug": 2, "smollm_135m": 1, "llama_1b": 1, "llama_8b": 8, "llama_70b": 64, "llama_405b": 512}
+WORLDS |= {"llama_debug_moe": 2, "mixtral_8x7b": 64, "qwen3_30b_a3b": 32}
 
 
 def test_all_are_there() -> None:
@@ -61,10 +62,12 @@ def test_no_value_is_written_twice(path: Path) -> None:
 
 def test_parameter_counts_in_comments_are_right() -> None:
     for path in SHIPPED:
-        written = re.search(r"# ([\d,]+) parameters", path.read_text())
-        if written:
-            assert int(written[1].replace(",", "")) == parameter_counts(load(path.stem).config.model).total
-    assert 3e6 <= parameter_counts(load("llama_debug").config.model).total <= 5e6
+        counts = parameter_counts(load(path.stem).config.model)
+        for pattern, count in ((r"# ([\d,]+) parameters", counts.total), (r", ([\d,]+) of them active", counts.active)):
+            written = re.search(pattern, path.read_text())
+            assert written is None or int(written[1].replace(",", "")) == count
+    for name in ("llama_debug", "llama_debug_moe"):
+        assert 3e6 <= parameter_counts(load(name).config.model).total <= 6e6
 
 
 @pytest.mark.parametrize(
@@ -87,8 +90,22 @@ def test_llama_dimensions_are_the_published_ones(name: str, dims: tuple[int, ...
     assert load(name).config.training.mixed_precision_param == "bfloat16"
 
 
-def test_debug_run_is_shared_by_any_small_world() -> None:
-    config = load("llama_debug").config
+def test_experts_dimensions_are_the_published_ones() -> None:
+    mixtral, qwen = (load(name).config.model for name in ("mixtral_8x7b", "qwen3_30b_a3b"))
+    assert (mixtral.dim, mixtral.n_layers, mixtral.n_heads, mixtral.n_kv_heads) == (4096, 32, 32, 8)
+    assert (mixtral.vocab_size, mixtral.rope_theta, mixtral.norm_eps, mixtral.qk_norm) == (32000, 1e6, 1e-5, False)
+    assert (mixtral.moe.n_experts, mixtral.moe.top_k, mixtral.moe.expert_dim) == (8, 2, 14336)
+    assert (qwen.dim, qwen.n_layers, qwen.n_heads, qwen.n_kv_heads, qwen.head_dim) == (2048, 48, 32, 4, 128)
+    assert (qwen.vocab_size, qwen.rope_theta, qwen.norm_eps, qwen.qk_norm) == (151936, 1e6, 1e-6, True)
+    assert (qwen.moe.n_experts, qwen.moe.top_k, qwen.moe.expert_dim) == (128, 8, 768)
+    for model in (mixtral, qwen):
+        assert model.moe.score_func == "softmax" and model.moe.route_norm
+        assert model.moe.first_k_dense == model.moe.n_shared_experts == 0 and not model.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["llama_debug", "llama_debug_moe"])
+def test_debug_run_is_shared_by_any_small_world(name: str) -> None:
+    config = load(name).config
     assert config.training.mixed_precision_param == "float32" and config.run.deterministic
     for world in (1, 2, 3, 4, 6, 8):
         plan_batch(config.training, resolve_layout(config.parallelism, world))

@@ -1,0 +1,175 @@
+"""Mixtures of experts in the trainer: what a step counts, whatever way it is done; biases in checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from tests.harness.distributed import run_distributed
+from tests.harness.training import merge
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
+from titanlite.config.schema import Config
+from titanlite.data.loader import Batch
+from titanlite.model.init import tensors_hash
+from titanlite.parallel import runtime
+from titanlite.trainer import Trainer
+from titanlite.verify.record import full_tensors, largest_error
+
+Sections = Mapping[str, Mapping[str, Any]]
+STEPS = 6
+TOKENS, TOP_K = 24 * 32, 2
+EXPERTS: dict[str, Any] = {
+    "n_experts": 6,
+    "top_k": TOP_K,
+    "expert_dim": 24,
+    "n_shared_experts": 1,
+    "first_k_dense": 1,
+    "score_func": "sigmoid",
+    "bias_update_rate": 0.01,
+    "aux_loss_coeff": 0.05,
+    "z_loss_coeff": 0.01,
+}
+MOE: Sections = {
+    "model": {"dim": 32, "moe": EXPERTS},
+    "validation": {"enable": True, "freq": 1, "samples": 7},
+}
+FULL_RECOMPUTATION: Sections = {"activation_checkpoint": {"mode": "full"}}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("experts") / "text")
+
+
+class Watched(Trainer):
+    def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
+        super().__init__(config, ranks)
+        self.loads: list[Tensor] = []
+        self.gradients: dict[str, Tensor] = {}
+        step, self.optimizer.step = self.optimizer.step, self._step  # type: ignore[method-assign]
+        self._optimizer_step = step
+
+    def _step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
+        self._optimizer_step(lr, grad_scale, found_inf)
+        self.gradients = self.gradients or full_tensors({n: p.grad for n, p in self.parameters.items()})  # type: ignore[misc]
+
+    def train_step(self, microbatches: Sequence[Batch]) -> None:
+        super().train_step(microbatches)
+        self.loads.append(self.model.expert_loads)
+
+
+def _train(sections: Sections) -> dict[str, Any]:
+    config = Config.model_validate(sections)
+    trainer = Watched(config, runtime.start(config.comm, config.run, config.parallelism))
+    trainer.train()
+    return {
+        "loads": torch.stack(trainer.loads),
+        "gradients": trainer.gradients,
+        "buffers": full_tensors(trainer.model.buffers),
+        "hash": tensors_hash(full_tensors(trainer._tensors()).items()),
+        "rows": [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()],
+    }
+
+
+def train(layout: Layout, text: Path, folder: Path, steps: int = STEPS, *sections: Sections) -> dict[str, Any]:
+    """Rank 0's record. Ranks agree on loads and buffers."""
+    here: Sections = {
+        "tokenizer": {"path": str(text / "tokenizer.model")},
+        "data": data_section(text),
+        "run": {"output_dir": str(folder), "name": "run"},
+        "training": {"steps": steps},
+    }
+    records = run_distributed(
+        _train, layout.world_size, merge(BASE, MOE, layout.sections, here, *sections), timeout=500
+    )
+    for record in records[1:]:
+        assert torch.equal(record["loads"], records[0]["loads"])
+        assert record["buffers"].keys() == records[0]["buffers"].keys()
+        assert all(torch.equal(buffer, records[0]["buffers"][name]) for name, buffer in record["buffers"].items())
+    return records[0]
+
+
+@pytest.fixture(scope="module")
+def one_process(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(ONE_PROCESS, text, tmp_path_factory.mktemp("one"))
+
+
+def test_rows_say_how_the_experts_do(one_process: dict[str, Any]) -> None:
+    """Validation after every step, which must not count."""
+    loads = one_process["loads"]
+    assert loads.shape == (STEPS, 3, 6) and loads.dtype == torch.int64
+    assert (loads.sum(dim=2) == torch.tensor([0, TOKENS * TOP_K, TOKENS * TOP_K])).all()
+    for row, load in zip(one_process["rows"], loads[:, 1:], strict=True):
+        assert row["expert_assignments"] == TOKENS * TOP_K
+        assert row["expert_load_max"] == load.max() / (TOKENS * TOP_K / 6)
+        assert row["expert_load_min"] == load.min() / (TOKENS * TOP_K / 6)
+        assert 0 < row["router_entropy"] <= 1.7918 and row["aux_loss"] > 0.09 and row["z_loss"] > 0
+        assert "validation_loss" in row
+
+
+def test_biases_follow_the_loads(one_process: dict[str, Any]) -> None:
+    assert set(one_process["buffers"]) == {f"layers.{n}.mlp.router.expert_bias" for n in (1, 2)}
+    for index in (1, 2):
+        load = one_process["loads"][:, index]
+        wanted = (0.01 * (TOKENS * TOP_K - 6 * load).sign().float()).sum(dim=0)
+        bias = one_process["buffers"][f"layers.{index}.mlp.router.expert_bias"]
+        assert bias.any() and torch.allclose(bias, wanted, atol=1e-7)
+
+
+WAYS = {
+    "accumulation 2": LAYOUTS["accumulation 2"][0],
+    "accumulation 4": LAYOUTS["accumulation 4"][0],
+    "full recomputation": Layout(1, merge(LAYOUTS["accumulation 2"][0].sections, FULL_RECOMPUTATION)),
+    "ddp 2": LAYOUTS["ddp 2"][0],
+    "fsdp 2, accumulation 2": LAYOUTS["fsdp 2, accumulation 2"][0],
+    "fsdp 3, full recomputation": Layout(3, merge(LAYOUTS["fsdp 3"][0].sections, FULL_RECOMPUTATION)),
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_the_way_of_a_step_changes_nothing(way: str, one_process: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    record = train(WAYS[way], text, tmp_path)
+    assert torch.equal(record["loads"], one_process["loads"])
+    error, name = largest_error(record["gradients"], one_process["gradients"])
+    assert error < 1e-5, name
+    for name, bias in record["buffers"].items():
+        assert torch.equal(bias, one_process["buffers"][name])
+    for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-5), ("router_entropy", 1e-5), ("aux_loss", 1e-5)):
+        wanted = [row[key] for row in one_process["rows"]]
+        assert [row[key] for row in record["rows"]] == pytest.approx(wanted, rel=tolerance), key
+    for key in ("aux_loss", "z_loss", "router_entropy"):  # of the same weights
+        assert record["rows"][0][key] == pytest.approx(one_process["rows"][0][key], rel=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["one process", "fsdp 2"])
+def test_a_resumed_run_is_the_unbroken_run(name: str, text: Path, tmp_path: Path) -> None:
+    layout = ONE_PROCESS if name == "one process" else LAYOUTS[name][0]
+    saving: Sections = {"checkpoint": {"enable": True}, "metrics": {"enable_tensorboard": True}}
+    unbroken = train(layout, text, tmp_path / "unbroken", STEPS, saving)
+    train(layout, text, tmp_path / "resumed", 3, saving)
+    resumed = train(layout, text, tmp_path / "resumed", STEPS, saving)
+    assert torch.equal(resumed["loads"], unbroken["loads"][3:])
+    assert resumed["hash"] == unbroken["hash"]
+    keys = ("step", "loss", "grad_norm", "expert_load_max", "expert_load_min", "router_entropy", "aux_loss", "z_loss")
+    rows = [[row[key] for key in keys] for record in (resumed, unbroken) for row in record["rows"]]
+    assert rows[:STEPS] == rows[STEPS:]
+    events = EventAccumulator(str(tmp_path / "unbroken/run/tensorboard"))
+    events.Reload()
+    assert {f"experts/{name}" for name in ("load_max", "load_min", "assignments", "router_entropy")} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_compiled(one_process: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    record = train(ONE_PROCESS, text, tmp_path, 2, FULL_RECOMPUTATION, {"compile": {"enable": True}})
+    assert torch.equal(record["loads"], one_process["loads"][:2])
+    error, name = largest_error(record["gradients"], one_process["gradients"])
+    assert error < 1e-5, name
