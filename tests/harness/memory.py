@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# Private in torch (seen working on 2.13.0): operators made by torch.library.custom_op.
+from torch._library import custom_ops
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +41,12 @@ class Watch(TorchDispatchMode):
         self._made: dict[int, Made] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        own = custom_ops.OPDEFS.get(func._schema.name)
+        if own is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            with self:  # in an operator of ours, too
+                out = own._init_fn(*args, **(kwargs or {}))
         self.ran[func] += 1
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(out):
