@@ -35,8 +35,8 @@ def test_layout_changes_nothing(name: str, text: Path, one_process: OneProcess) 
 
 
 def test_bfloat16_layouts_agree_within_its_own_tolerance(text: Path) -> None:
-    """Choices flip with the rounding. Measured: losses within 1.5e-3, norms within 1.6e-2 of one process; bounds are six
-    times that."""
+    """Choices flip with the rounding. Measured: losses within 1.5e-3 of one process, norms within 1.6e-2; the bounds
+    are six times that."""
     sections = merge(DEEPSEEK, {"training": {"mixed_precision_param": "bfloat16"}})
     reference = run(MOE_LAYOUTS["deepseek: accumulation 2"][0], text, sections=sections)[0]
     for name in (
