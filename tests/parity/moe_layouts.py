@@ -44,6 +44,13 @@ def _layout(samples: int = 12, **how: Any) -> Layout:
     return layouts._layout({"local_batch_size": samples}, **how)
 
 
+def _selective(layout: Layout) -> Layout:
+    return Layout(
+        layout.world_size,
+        merge(layout.sections, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
+    )
+
+
 def _with(sections: Sections, many: Mapping[str, Layout]) -> dict[str, tuple[Layout, Sections]]:
     return {name: (layout, sections) for name, layout in many.items()}
 
@@ -88,6 +95,10 @@ MOE_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
                 for schedule in SCHEDULES
             },
             "deepseek: pp 2 x ep 2 of tp 2, full recomputation": _layout(pp=2, tp=2, ep=2, recompute=True),
+            "deepseek: ep 4 of tp 2 x fsdp 2, every second layer recomputed": _selective(
+                _layout(tp=2, dp_shard=2, ep=4)
+            ),
+            "deepseek: pp 2 x ep 2, every second layer recomputed": _selective(_layout(pp=2, dp_shard=2, ep=2)),
             "deepseek: pp 2 x ep 4 of tp 2 x cp 2": _layout(pp=2, tp=2, cp=2, ep=4),
             "deepseek: pp 2 x ep 4 of fsdp 2 x cp 2, ZBVZeroBubble": _layout(
                 pp=2, dp_shard=2, cp=2, ep=4, pp_schedule="ZBVZeroBubble"

@@ -49,7 +49,7 @@ def static_problems(loaded: Loaded, world_size: int | None) -> list[Problem]:
         return problems
     try:
         layout = resolve_layout(parallelism, world)
-        problems += _lost_shards(loaded, layout)
+        problems += _lost_shards(loaded, layout) + _sharded_experts(loaded, layout)
         if not _stages(loaded):
             plan_batch(loaded.config.training, layout, plan_pipeline(loaded.config.model, parallelism))
     except InputError as error:
@@ -330,6 +330,19 @@ def _tp_sizes(loaded: Loaded) -> list[tuple[str, int, str, str]]:
         fix = f"make n_shared_experts x expert_dim a multiple of {tp}"
         sizes.append(("model.moe.expert_dim", shared, f"a shared expert of {shared}", fix))
     return sizes
+
+
+def _sharded_experts(loaded: Loaded, layout: Layout) -> list[Problem]:
+    config = loaded.config
+    sharded = config.model.moe.n_experts > 0 and layout.world_size > 1 and not layout.uses_ddp
+    recomputation = config.activation_checkpoint
+    if not sharded or recomputation.mode != "selective" or recomputation.selective_ac_option != "op":
+        return []
+    allowed = '"none", "full", or a number as selective_ac_option, where experts are sharded over ranks: they are '
+    allowed += "gathered inside of the block, which torch then cannot recompute in part"
+    return [
+        _problem(loaded, "activation_checkpoint.mode", allowed, 'set selective_ac_option to "2", or mode to "full"')
+    ]
 
 
 def _lost_shards(loaded: Loaded, layout: Layout) -> list[Problem]:

@@ -12,8 +12,8 @@ selective  "op": a block also keeps what its attention made: the products q, k a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,13 +74,22 @@ def _contexts(keep: Keep, compiling: bool) -> Contexts:
     """Of a forward pass and of its recomputation. What experts count, they have counted in the first; what is compiled
     inside of checkpointing has none, and must have the selective contexts themselves."""
     forward, recomputation = keep()
-    return forward, (recomputation if compiling else _uncounted_too(recomputation))
+    return forward, (recomputation if compiling else _UncountedToo(recomputation))
 
 
-@contextmanager
-def _uncounted_too(recomputation: AbstractContextManager[Any]) -> Iterator[None]:
-    with uncounted(), recomputation:
-        yield
+class _UncountedToo(AbstractContextManager[None]):
+    """May be entered again: schedules with a backward in two parts recompute a block twice."""
+
+    def __init__(self, recomputation: AbstractContextManager[Any]) -> None:
+        self._recomputation = recomputation
+        self._both = ExitStack()
+
+    def __enter__(self) -> None:
+        self._both.enter_context(uncounted())
+        self._both.enter_context(self._recomputation)
+
+    def __exit__(self, *error: Any) -> None:
+        self._both.close()
 
 
 def keep_nothing() -> Contexts:

@@ -208,6 +208,18 @@ def test_expert_parallelism(make: Make) -> None:
         assert static_problems(make(*SIX, *(f"--parallelism.{degree}" for degree in degrees)), 4) == []
 
 
+def test_sharded_experts_are_not_recomputed_in_part(make: Make) -> None:
+    selective = (*SIX, "--activation_checkpoint.mode=selective")
+    (problem,) = static_problems(make(*selective), 2)
+    assert problem.key == "activation_checkpoint.mode" and "where experts are sharded over ranks" in problem.allowed
+    for more, world in (
+        ([], 1),
+        (["--parallelism.dp_replicate=2"], 2),
+        (["--activation_checkpoint.selective_ac_option=2"], 2),
+    ):
+        assert static_problems(make(*selective, *more), world) == []
+
+
 def test_sizes_of_a_model_with_experts_under_tensor_parallelism(make: Make) -> None:
     """The dense MLP counts where a layer has one; the shared expert is cut like one; routed experts are not cut."""
     heads = ("--model.n_heads=16", "--model.n_kv_heads=16", "--model.dim=256", "--parallelism.tp=16")
