@@ -100,8 +100,8 @@ MOE_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
             "deepseek: accumulation 2, selective recomputation": _selective(_layout(6)),
             "deepseek: ep 2 of tp 2, selective recomputation": _selective(_layout(tp=2, ep=2)),
             "deepseek: ep 2 of cp 2 x fsdp 2, selective recomputation": _selective(_layout(cp=2, dp_shard=2, ep=2)),
-            "deepseek: pp 2 x ep 2, zero 3, selective recomputation": _selective(
-                _layout(6, pp=2, dp_shard=2, ep=2, zero_stage=3)
+            "deepseek: pp 2 x ep 2, zero 3, full recomputation": _layout(
+                6, pp=2, dp_shard=2, ep=2, zero_stage=3, recompute=True
             ),
             "deepseek: accumulation 2": _layout(6),
             "deepseek: accumulation 4, full recomputation": _layout(3, recompute=True),
