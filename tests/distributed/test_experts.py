@@ -20,7 +20,7 @@ from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch
 from titanlite.model.init import tensors_hash
-from titanlite.model.transformer import moe_layers
+from titanlite.model.transformer import Transformer, moe_layers
 from titanlite.parallel import runtime
 from titanlite.trainer import NonFiniteError, Trainer
 from titanlite.verify.record import full_tensors, largest_error
@@ -101,7 +101,9 @@ def _break_a_step(sections: Sections) -> dict[str, Any]:
     trainer.model.forward_backward = overflowing  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match="step 3"):
         trainer.train()
-    moe = moe_layers(trainer.model.module)
+    model = trainer.model.module
+    assert isinstance(model, Transformer)
+    moe = moe_layers(model)
     return {
         "loads": torch.stack(trainer.loads),
         "biases": [*biases, {name: buffer.clone() for name, buffer in trainer.model.buffers.items()}],

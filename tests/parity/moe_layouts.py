@@ -44,7 +44,7 @@ def _layout(samples: int = 12, **how: Any) -> Layout:
     return layouts._layout({"local_batch_size": samples}, **how)
 
 
-# Neither the experts nor the rows of one divide by 3 or 6: shards are of whole experts, uneven, and for 6 two are empty.
+# Neither the experts nor the rows of one divide by 3 or 6: shards are of whole experts, uneven, for 6 two are empty.
 ODD = merge(SOFTMAX, {"model": {"dim": 20, "head_dim": 6, "moe": {"expert_dim": 32}}})
 SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
 
