@@ -85,8 +85,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text(tmp_path_factory.mktemp("experts") / "text")
 
 
-def test_a_resumed_run_is_bitwise_the_unbroken_one(text: Path, tmp_path: Path) -> None:
-    layout, sections = MOE_LAYOUTS["deepseek: ep 2 of cp 2 x fsdp 2"]
+@pytest.mark.parametrize("name", ["deepseek: ep 2 of cp 2 x fsdp 2", "softmax, odd: fsdp 6, accumulation 2"])
+def test_a_resumed_run_is_bitwise_the_unbroken_one(name: str, text: Path, tmp_path: Path) -> None:
+    layout, sections = MOE_LAYOUTS[name]
     unbroken = train(layout, text, tmp_path / "unbroken", 5, sections)
     for steps in (2, 5):
         resumed = train(layout, text, tmp_path / "broken", steps, sections)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
 from tests.harness.training import merge
@@ -17,8 +19,10 @@ from tests.parity.harness import data_section, make_text
 from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.schema import Config
 from titanlite.model.init import tensors_hash
+from titanlite.model.transformer import Transformer, moe_layers
 from titanlite.parallel import runtime
 from titanlite.parallel.whole import full_tensors
+from titanlite.trainer import NonFiniteError
 from titanlite.verify.record import Recorder, flips, largest_error
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -56,6 +60,55 @@ def _train(sections: Sections) -> dict[str, Any]:
         "hash": tensors_hash(full_tensors(trainer._tensors()).items()),
         "rows": [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()],
     }
+
+
+def _break_a_step(sections: Sections) -> dict[str, Any]:
+    """In the third step one rank has an infinite gradient."""
+    config = Config.model_validate(sections)
+    ranks = runtime.start(config.comm, config.run, config.parallelism)
+    trainer = Recorder(config, ranks)
+    right, biases = trainer.model.forward_backward, []
+
+    def overflowing(batches: Sequence[Any]) -> Tensor:
+        loss = right(batches)
+        biases.append({name: buffer.clone() for name, buffer in trainer.model.buffers.items()})
+        if len(biases) == 3 and ranks.rank == ranks.world_size - 1:
+            gradient = trainer.parameters["layers.1.mlp.router.weight"].grad
+            assert gradient is not None
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local[0, 0] = torch.inf
+        return loss
+
+    trainer.model.forward_backward = overflowing
+    with pytest.raises(NonFiniteError, match="step 3"):
+        trainer.train()
+    model = trainer.model.module
+    assert isinstance(model, Transformer)
+    moe = moe_layers(model)
+    return {
+        "loads": torch.stack(trainer.record.expert_loads),
+        "biases": [*biases, {name: buffer.clone() for name, buffer in trainer.model.buffers.items()}],
+        "counters": [(layer.load, layer.sums) for layer in moe.values()],
+    }
+
+
+@pytest.mark.parametrize("name", ["one process", "fsdp 2"])
+def test_a_step_with_an_infinite_gradient_counts_but_moves_no_bias(name: str, text: Path, tmp_path: Path) -> None:
+    layout = ONE_PROCESS if name == "one process" else LAYOUTS[name][0]
+    here: Sections = {
+        "tokenizer": {"path": str(text / "tokenizer.model")},
+        "data": data_section(text),
+        "run": {"output_dir": str(tmp_path), "name": "run"},
+    }
+    for record in run_distributed(_break_a_step, layout.world_size, merge(BASE, MOE, layout.sections, here)):
+        assert (record["loads"][:, 1:].sum(dim=2) == TOKENS * TOP_K).all(), "of a step each, the broken one too"
+        zero, one, two, after = record["biases"]
+        assert after.keys() == two.keys() == {f"layers.{n}.mlp.router.expert_bias" for n in (1, 2)}
+        for bias in after:
+            assert not zero[bias].any() and one[bias].any() and not torch.equal(two[bias], one[bias])
+            assert torch.equal(after[bias], two[bias])
+        assert len(record["counters"]) == 2
+        assert not any(counter.any() for counters in record["counters"] for counter in counters)
 
 
 def train(layout: Layout, text: Path, folder: Path, steps: int = STEPS, *sections: Sections) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.harness.training import merge
 from tests.parity import layouts
-from tests.parity.layouts import MASKED, Layout, Sections
+from tests.parity.layouts import MASKED, TIED, Layout, Sections
 
 # Few choices of experts, so that in none of them two are equal within rounding.
 _BASE: Sections = {
@@ -44,11 +44,13 @@ def _layout(samples: int = 12, **how: Any) -> Layout:
     return layouts._layout({"local_batch_size": samples}, **how)
 
 
-def _selective(layout: Layout) -> Layout:
-    return Layout(
-        layout.world_size,
-        merge(layout.sections, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
-    )
+# Neither the experts nor the rows of one divide by 3 or 6: shards are of whole experts, uneven, for 6 two are empty.
+ODD = merge(SOFTMAX, {"model": {"dim": 20, "head_dim": 6, "moe": {"expert_dim": 32}}})
+
+
+def _selective(layout: Layout, option: str = "2") -> Layout:
+    mode = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": option}}
+    return Layout(layout.world_size, merge(layout.sections, mode))
 
 
 def _with(sections: Sections, many: Mapping[str, Layout]) -> dict[str, tuple[Layout, Sections]]:
@@ -78,8 +80,27 @@ MOE_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
         },
     ),
     **_with(
+        ODD,
+        {
+            "softmax, odd: fsdp 3, accumulation 2": _layout(2, dp_shard=3),
+            "softmax, odd: pp 2 x fsdp 3, zero 3": _layout(4, pp=2, dp_shard=3, zero_stage=3),
+            "softmax, odd: fsdp 6, accumulation 2": _layout(1, dp_shard=6),
+        },
+    ),
+    **_with(
+        merge(SOFTMAX, TIED),
+        {
+            "softmax, tied: ep 2 of tp 2": _layout(tp=2, ep=2),
+            "softmax, tied: pp 2 x ep 2": _layout(pp=2, dp_shard=2, ep=2),
+        },
+    ),
+    **_with(
         DEEPSEEK,
         {
+            "deepseek: accumulation 2, selective recomputation": _selective(_layout(6), "op"),
+            "deepseek: pp 2 x ep 2, zero 3, full recomputation": _layout(
+                6, pp=2, dp_shard=2, ep=2, zero_stage=3, recompute=True
+            ),
             "deepseek: accumulation 2": _layout(6),
             "deepseek: accumulation 4, full recomputation": _layout(3, recompute=True),
             "deepseek: ddp 3, full recomputation": _layout(dp_replicate=3, recompute=True),

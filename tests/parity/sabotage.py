@@ -806,6 +806,11 @@ def recomputed_tokens_count_again() -> None:
     _set(activation_checkpoint, "uncounted", nullcontext)
 
 
+@fault("deepseek: accumulation 2, selective recomputation", "expert choices")
+def selectively_recomputed_tokens_count_again() -> None:
+    _set(activation_checkpoint, "_uncounted_too", lambda recomputation: recomputation)
+
+
 @fault("softmax: cp 2, accumulation 2", "gradient")
 def balancing_loss_is_a_mean_over_microbatches() -> None:
     right = moe.add_objective

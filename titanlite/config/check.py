@@ -591,7 +591,7 @@ def _expert_warnings(loaded: Loaded) -> list[str]:
     found = []
     balancing = [key for key in chosen if key.endswith((".bias_update_rate", ".aux_loss_coeff"))]
     if moe.top_k == moe.n_experts and balancing:
-        found.append(f"{', '.join(balancing)}: ignored, every token goes through all {moe.n_experts} experts.")
+        found.append(f"{', '.join(balancing)}: changes nothing, every token goes through all {moe.n_experts} experts.")
     if moe.top_k == 1 and moe.route_norm:
         found.append(
             "model.moe.route_norm with model.moe.top_k = 1: the weight of the one expert is always 1, so the loss "

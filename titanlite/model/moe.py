@@ -59,7 +59,9 @@ class Router(nn.Module):
     each (DeepSeek-V3, section 2.1.2). Chosen are the highest scores + expert_bias; of equal ones the lower index. The
     weights are the chosen scores without the bias, scaled to sum 1 if route_norm, times route_scale.
 
-    The weight is rounded to the dtype of x as everywhere, since FSDP gathers it so; all else is fp32.
+    The weight is rounded to the dtype of x as everywhere, since FSDP gathers it so; all else is fp32. On CUDA the
+    product and its gradients may be TF32, as all of fp32 there, if run.deterministic is off: it rounds factors to 11
+    bits, so that of bf16 x and weight, which have 8, logits are what fp32 would make them.
     """
 
     expert_bias: Tensor | None

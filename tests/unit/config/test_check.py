@@ -520,7 +520,7 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
                 "--model.moe.aux_loss_coeff=1",
             ],
             1,
-            "model.moe.aux_loss_coeff: ignored, every token goes through all 2 experts",
+            "model.moe.aux_loss_coeff: changes nothing, every token goes through all 2 experts",
         ),
         (
             ["--model.moe.n_experts=2", "--model.moe.top_k=1", "--model.moe.expert_dim=8"],
