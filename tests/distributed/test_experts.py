@@ -79,7 +79,7 @@ def _break_a_step(sections: Sections) -> dict[str, Any]:
             local[0, 0] = torch.inf
         return loss
 
-    trainer.model.forward_backward = overflowing
+    trainer.model.forward_backward = overflowing  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match="step 3"):
         trainer.train()
     model = trainer.model.module

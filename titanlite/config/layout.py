@@ -110,7 +110,7 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     expert_ranks = dp_shard * parallelism.cp * parallelism.tp
     if expert_ranks % parallelism.ep:
         allowed = f"a divisor of dp_shard x cp x tp = {expert_ranks}"
-        fix = f"the nearest are {_or_nearest(divisors(expert_ranks), parallelism.ep)}"
+        fix = f"make that a multiple of {parallelism.ep}, as with more processes, or lower ep"
         raise InputError(Problem("", "parallelism.ep", str(parallelism.ep), allowed, fix))
     return Layout(
         world_size,

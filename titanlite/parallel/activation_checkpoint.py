@@ -19,12 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointConfig
 from titanlite.model.moe import uncounted
@@ -43,11 +38,6 @@ ATTENTION = {
     RING_ATTENTION,
 }
 PRODUCT = aten.mm.default
-# FSDP's unit of a block's experts is inside of what is recomputed. What it marks for the profiler is not the same in
-# forward and recomputation (seen on torch 2.13, at size 1), which torch would refuse as another computation.
-SAC_IGNORED_OPS.update(
-    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
-)
 
 
 def apply_activation_checkpoint(

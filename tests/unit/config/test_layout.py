@@ -120,8 +120,8 @@ def test_fewest_processes_is_the_smallest_world_that_fits() -> None:
         (4, {"dp_shard": 2}, "parallelism", ("4 processes for", "= 2;", "run 2 processes", "dp_shard = -1")),
         (1, {"dp_shard": 2, "dp_replicate": 2}, "parallelism", ("run 4 processes",)),
         (2**22, {"tp": 2**11, "dp_shard": 2**11}, "parallelism", ("4194304 processes", "at most 131072")),
-        (8, {"ep": 3}, "parallelism.ep", ("a divisor of dp_shard x cp x tp = 8", "nearest are 2 or 4")),
-        (8, {"dp_replicate": 8, "dp_shard": 1, "ep": 2}, "parallelism.ep", ("= 1", "nearest are 1")),
+        (8, {"ep": 3}, "parallelism.ep", ("a divisor of dp_shard x cp x tp = 8", "a multiple of 3")),
+        (8, {"dp_replicate": 8, "dp_shard": 1, "ep": 2}, "parallelism.ep", ("= 1", "a multiple of 2")),
     ],
 )
 def test_degrees_that_do_not_fit_the_world(
