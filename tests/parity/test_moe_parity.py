@@ -35,7 +35,7 @@ def test_layout_changes_nothing(name: str, text: Path, one_process: OneProcess) 
 
 
 def test_bfloat16_layouts_agree_within_its_own_tolerance(text: Path) -> None:
-    """Rounding sends some tokens to other experts, so choices are not compared, nor gradients, which jump with them, nor
+    """Rounding sends some tokens to other experts, so choices are not compared, nor gradients, nor
     norms of later steps (within 0.16). Measured: losses of ten steps within 6.3e-4, the first norm within 1.9e-4; the
     bounds are five times that. With float32 gradients between ranks, and with bfloat16 ones."""
     references: dict[str, Record] = {}
