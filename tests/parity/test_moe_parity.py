@@ -10,9 +10,9 @@ import torch
 from tests.harness.training import merge
 from tests.parity.conftest import OneProcess
 from tests.parity.harness import run
-from tests.parity.layouts import STEPS
+from tests.parity.layouts import ONE_PROCESS, STEPS
 from tests.parity.moe_layouts import DEEPSEEK, MOE_LAYOUTS, SOFTMAX
-from titanlite.verify.record import deviations, worst
+from titanlite.verify.record import Record, deviations, largest_of_series, worst
 
 
 @pytest.mark.parametrize("sections", [SOFTMAX, DEEPSEEK], ids=["softmax", "deepseek"])
@@ -35,17 +35,26 @@ def test_layout_changes_nothing(name: str, text: Path, one_process: OneProcess) 
 
 
 def test_bfloat16_layouts_agree_within_its_own_tolerance(text: Path) -> None:
-    """Choices flip with the rounding. Measured: losses within 1.5e-3 of one process, norms within 1.6e-2; the bounds
-    are six times that."""
-    sections = merge(DEEPSEEK, {"training": {"mixed_precision_param": "bfloat16"}})
-    reference = run(MOE_LAYOUTS["deepseek: accumulation 2"][0], text, sections=sections)[0]
-    for name in (
-        "deepseek: ep 4",
-        "deepseek: ep 4 of tp 2 x fsdp 2, full recomputation",
-        "deepseek: pp 2 x ep 2, 1F1B",
+    """Rounding sends some tokens to other experts, so choices are not compared, nor gradients, nor
+    norms of later steps (within 0.16). Measured: losses of ten steps within 6.3e-4, the first norm within 1.9e-4; the
+    bounds are five times that. With float32 gradients between ranks, and with bfloat16 ones."""
+    references: dict[str, Record] = {}
+    for reduce, name in (
+        ("float32", "softmax: ep 2"),
+        ("float32", "softmax: ep 2 of tp 2, accumulation 4"),
+        ("bfloat16", "softmax: ep 2 of fsdp 6"),
+        ("bfloat16", "softmax: ep 2 of fsdp 4, zero 1, accumulation 3"),
     ):
-        records = run(MOE_LAYOUTS[name][0], text, sections=sections)
-        found = worst(records, reference)
-        print(name, found, records[0].losses[:3], reference.losses[:3])
+        layout, other = MOE_LAYOUTS[name]
+        narrow = {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": reduce}
+        sections = merge(other, {"training": narrow})
+        if reduce not in references:
+            references[reduce] = run(ONE_PROCESS, text, sections=sections)[0]
+        records = run(layout, text, sections=sections)
+        reference = references[reduce]
+        loss = max(largest_of_series(record.losses, reference.losses) for record in records)
+        norm = max(largest_of_series(record.norms[:1], reference.norms[:1]) for record in records)
+        found = {"loss": loss, "norm": norm, "later norms": worst(records, reference)["norm"]}
+        print(name, reduce, found)
         assert {record.init_hash for record in records} == {reference.init_hash}
-        assert found["loss"] < 1e-2 and found["norm"] < 1e-1, found
+        assert loss < 3e-3 and norm < 1e-3, (name, found)
