@@ -58,7 +58,7 @@ def moved(count: int) -> torch.Tensor:
         ({"lrs": [0.1, 0.2, 0.3 + 1e-16]}, "lr", 3),
         ({"validation": {2: validated(1.00001), 3: validated(2 / 3)}}, "validation", 2),
         ({"validation": {2: validated(1.0), 3: validated(0.66667)}}, "validation", 3),
-        ({"routers": [{"router_entropy": 1.0}, {"router_entropy": 1.00002}, {"router_entropy": 1.0}]}, "router", 2),
+        ({"routers": [{"router_entropy": 1.0}, {"router_entropy": 1.000002}, {"router_entropy": 1.0}]}, "router", 2),
         ({"biases": {"bias": torch.tensor([0.1, 0.0])}}, "expert biases", 3),
         ({"gradients": {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[0.50001]])}}, "gradient", 1),
         ({"gradients": {"a": torch.tensor([1.0, -2.0])}}, "gradient", 1),
