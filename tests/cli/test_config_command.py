@@ -22,7 +22,7 @@ def test_usage_and_version() -> None:
 
 @pytest.mark.parametrize(("words", "hint"), [(["confg"], "did you mean config?"), ([], "no command given")])
 def test_unknown_command(words: list[str], hint: str) -> None:
-    assert_refused(run(TITANLITE, *words), hint, "train, prepare, config")
+    assert_refused(run(TITANLITE, *words), hint, "train, prepare, verify, config, checkpoint")
 
 
 def test_round_trip(tmp_path: Path) -> None:
