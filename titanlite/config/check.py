@@ -119,7 +119,8 @@ def _pipeline_schedule(loaded: Loaded) -> list[Problem]:
     fix = "leave it out, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
     if recomputation.mode != "none" and sharers:
         allowed = f'"none" with {schedule} and {" and ".join(sharers)}: in the second part of backward each rank '
-        allowed += "recomputes in an order of its own, and the ranks would wait for each other forever"
+        allowed += "recomputes in an order of its own: they would take one message for another, or wait for each other "
+        allowed += "forever"
         problems.append(_problem(loaded, "activation_checkpoint.mode", allowed, fix))
     elif recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
         allowed = f'"none", "full", or a number as selective_ac_option, with {schedule}: its backward in two parts '
