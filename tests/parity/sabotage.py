@@ -808,7 +808,7 @@ def recomputed_tokens_count_again() -> None:
 
 @fault("deepseek: accumulation 2, selective recomputation", "expert choices")
 def selectively_recomputed_tokens_count_again() -> None:
-    _set(activation_checkpoint, "_uncounted_too", lambda recomputation: recomputation)
+    _set(activation_checkpoint, "_UncountedToo", lambda recomputation: recomputation)
 
 
 @fault("softmax: cp 2, accumulation 2", "gradient")
