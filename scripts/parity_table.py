@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.parity.harness import make_text, run
-from tests.parity.layouts import LAYOUTS, ONE_PROCESS
-from tests.parity.moe_layouts import MOE_LAYOUTS
+from tests.parity.layouts import ONE_PROCESS
+from tests.parity.moe_layouts import ALL_LAYOUTS
 from titanlite.verify.record import Record, worst
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "parallelism.md"
@@ -30,7 +30,7 @@ def rows(only: list[str]) -> Iterator[str]:
     references: dict[str, Record] = {}
     with tempfile.TemporaryDirectory() as folder:
         text = make_text(Path(folder) / "text")
-        for name, (layout, sections) in (LAYOUTS | MOE_LAYOUTS).items():
+        for name, (layout, sections) in ALL_LAYOUTS.items():
             if not all(word in name for word in only):
                 continue
             if (key := repr(sections)) not in references:

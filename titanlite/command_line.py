@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite.config.docs import keys_help
+from titanlite.config.load import available_configs
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
 
@@ -21,6 +22,19 @@ def print_problems(problems: Sequence[Problem], outcome: str = "") -> None:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     text = "\n".join(str(problem) for problem in problems).replace("\n", "\n  ")
     say(f"{count}{outcome and f', {outcome}'}\n  {text}")
+
+
+def split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """NAME, the first word ("" if that is an option or nothing), and the words after it."""
+    rest = list(argv)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    return name, rest
+
+
+def no_name(usage: str) -> InputError:
+    """What a command raises that needs a NAME."""
+    names = ", ".join(path.stem for path in available_configs())
+    return InputError(Problem(COMMAND_LINE, "NAME", "nothing", f"a TOML file, or one of {names}", usage))
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import sentencepiece
 
 from tests.cli.processes import ROOT, run
+from titanlite.data.train_tokenizer import train_tokenizer
 
 SMALL = {
     "model.vocab_size": 512,
@@ -37,17 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compositions")
     text = "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
     (folder / "docs.txt").write_text(text)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.splitlines()),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=512,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(text.splitlines(), 512))
     return folder
 
 

@@ -136,3 +136,5 @@ MOE_LAYOUTS: dict[str, tuple[Layout, Sections]] = {
         },
     ),
 }
+
+ALL_LAYOUTS = layouts.LAYOUTS | MOE_LAYOUTS

@@ -12,6 +12,7 @@ from tests.harness.training import merge
 from tests.parity.conftest import OneProcess
 from tests.parity.harness import run
 from tests.parity.layouts import LAYOUTS, STEPS
+from tests.parity.moe_layouts import ALL_LAYOUTS
 from titanlite.verify.record import Record, deviations, worst
 
 
@@ -24,9 +25,9 @@ def test_reference_is_a_real_run(reference: Record) -> None:
     assert list(reference.validation) == [5, 10] and reference.validation[5] != reference.validation[10]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL_LAYOUTS)
 def test_layout_changes_nothing(name: str, text: Path, one_process: OneProcess) -> None:
-    layout, sections = LAYOUTS[name]
+    layout, sections = ALL_LAYOUTS[name]
     records, reference = run(layout, text, sections=sections), one_process(sections)
     print(name, worst(records, reference))
     assert not deviations(records, reference)

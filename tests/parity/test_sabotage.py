@@ -10,8 +10,7 @@ import pytest
 
 from tests.parity.conftest import OneProcess
 from tests.parity.harness import run
-from tests.parity.layouts import LAYOUTS
-from tests.parity.moe_layouts import MOE_LAYOUTS
+from tests.parity.moe_layouts import ALL_LAYOUTS
 from tests.parity.sabotage import FAULTS
 from titanlite.verify.record import deviations
 
@@ -19,7 +18,7 @@ from titanlite.verify.record import deviations
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str, text: Path, one_process: OneProcess) -> None:
     fault = FAULTS[name]
-    layout, sections = (LAYOUTS | MOE_LAYOUTS)[fault.layout]
+    layout, sections = ALL_LAYOUTS[fault.layout]
     found = deviations(run(layout, text, sections=sections, fault=name), one_process(sections))
     print(name, found[:2])
     assert found, f"{name} went unnoticed"

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titanlite.command_line import Parser, say
+from titanlite.command_line import Parser, no_name, say, split_name
 from titanlite.config import check
 from titanlite.config.layout import fixed_world_size, parameter_counts, plan_batch, plan_pipeline, resolve_layout
 from titanlite.config.load import Loaded, available_configs, display, dump, load
@@ -35,14 +35,12 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Raises InputError."""
-    rest = list(argv)
-    name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    name, rest = split_name(argv)
     options, overrides = make_parser().parse_known_args(rest)
     if options.list:
         return print_list(options.json)
     if not name:
-        names = ", ".join(path.stem for path in available_configs())
-        raise InputError(Problem(COMMAND_LINE, "NAME", "nothing", f"a TOML file, or one of {names}", USAGE))
+        raise no_name(USAGE)
     if options.check:
         return print_check(name, overrides, read_world_size(options.world_size), options.json)
     if options.world_size is not None:

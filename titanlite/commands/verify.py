@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlite.command_line import Parser, say
+from titanlite.command_line import Parser, no_name, say, split_name
 from titanlite.config.keys import shown
 from titanlite.config.layout import parameter_counts
-from titanlite.config.load import Loaded, available_configs, display
+from titanlite.config.load import Loaded, display
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, InputError, Problem
 from titanlite.config.schema import Config
 from titanlite.config.validate import COMMAND_LINE
@@ -31,8 +31,9 @@ DESCRIPTION = f"""Shrinks the run that NAME and the overrides declare, trains it
 one process and under each layout, on invented tokens, and compares initial weights, samples, losses, gradients and
 norms. No GPU, text or tokenizer is needed.
 
-A layout names keys of [parallelism], and may name activation_checkpoint.mode and training.local_batch_size. Degrees
-that it does not name are 1, other keys are the run's. "{AUTO}", the default: the run's own, in at most 8 processes."""
+A layout names keys of [parallelism], and may name those of [activation_checkpoint] and training.local_batch_size.
+Degrees that it does not name are 1 (dp_shard: what ep needs), other keys are the run's. "{AUTO}", the default: the
+run's own, in at most 8 processes."""
 EPILOG = "exit code: 0 all layouts agree with one process, 1 one does not, or a process failed, 2 wrong input"
 
 # By the first thing that differs: what is wrong, if step 1 (or what is before it) is; if a later step is.
@@ -63,12 +64,10 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Raises InputError."""
-    rest = list(argv)
-    name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    name, rest = split_name(argv)
     options, overrides = make_parser().parse_known_args(rest)
     if not name:
-        names = ", ".join(path.stem for path in available_configs())
-        raise InputError(Problem(COMMAND_LINE, "NAME", "nothing", f"a TOML file, or one of {names}", USAGE))
+        raise no_name(USAGE)
     steps = read_steps(options.steps)
     loaded, asked = read_layouts(name, overrides, options.layout or [AUTO])
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="verify-") as folder:

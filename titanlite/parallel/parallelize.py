@@ -215,11 +215,10 @@ def parallelize(
     if compile_config.enable and compile_first:
         # Checkpointing inside of compiled code, torch 2.13 saves the mesh of a DTensor among the tensors and fails; and
         # what a compiled block leaves out, as it does experts, must not be where it recomputes.
-        for block in blocks:
-            block.forward = torch.compile(block.forward)
+        _compile(blocks, forward_only=True)
     apply_activation_checkpoint(model.layers, activation_checkpoint, ranks.layout.tp > 1)
     if compile_config.enable and not compile_first:
-        _compile(blocks)
+        _compile(blocks, forward_only=False)
 
     strategy: Single | Replicated | Sharded
     if ranks.world_size == 1 or ranks.layout.uses_ddp:
@@ -263,13 +262,19 @@ def _pipeline(
     return PipelinedModel(pipeline, list(stages.values()), ranks.device, ranks.meshes)
 
 
-def _compile(blocks: Sequence[nn.Module]) -> None:
-    """torch.compile each block: one small graph that all blocks share, and FSDP's and DDP's hooks stay between them."""
+def _compile(blocks: Sequence[nn.Module], forward_only: bool) -> None:
+    """torch.compile each block: one small graph that all blocks share, and FSDP's and DDP's hooks stay between them.
+
+    forward_only: the forward as it is now; what is put around it later, such as checkpointing, stays outside.
+    """
     # DDP's own graph splitter would cut blocks at bucket borders, and cannot handle checkpointed ones. The switch is
     # private in torch (seen working on 2.11.0 and 2.13.0, CPU).
     torch._dynamo.config.optimize_ddp = False
     for block in blocks:
-        block.compile()
+        if forward_only:
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()
 
 
 def materialise(model: Transformer, config: ModelConfig, seed: int, device: torch.device) -> dict[str, nn.Parameter]:

@@ -20,12 +20,13 @@ LLAMA_3_1 = RopeScalingConfig(
 )
 
 
-def reference_model(config: ModelConfig) -> Any:
+def their_arguments(config: ModelConfig) -> dict[str, Any]:
+    """Of a transformers config: what all kinds of models have."""
     scaling = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling.factor != 1.0:
         rope |= {"rope_type": "llama3", **scaling.model_dump()}
-    arguments: dict[str, Any] = {
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "num_hidden_layers": config.n_layers,
@@ -40,6 +41,10 @@ def reference_model(config: ModelConfig) -> Any:
         "attention_bias": False,
         "attn_implementation": "eager",
     }
+
+
+def reference_model(config: ModelConfig) -> Any:
+    arguments = their_arguments(config)
     if config.qk_norm:
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**arguments))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**arguments))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.model.helpers import batch, difference, small_config, small_model
-from tests.unit.model.test_huggingface import our_name
+from tests.unit.model.test_huggingface import our_name, their_arguments
 from titanlite.config.schema import ModelConfig, MoEConfig
 
 transformers = pytest.importorskip("transformers")
@@ -17,20 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 def reference_model(config: ModelConfig, qwen: bool) -> Any:
     moe = config.moe
-    arguments: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.resolved_head_dim,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "num_experts_per_tok": moe.top_k,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-    }
+    arguments = their_arguments(config) | {"num_experts_per_tok": moe.top_k, "experts_implementation": "eager"}
     if not qwen:
         arguments |= {"num_local_experts": moe.n_experts, "intermediate_size": moe.expert_dim}
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**arguments))
@@ -39,8 +26,6 @@ def reference_model(config: ModelConfig, qwen: bool) -> Any:
         "moe_intermediate_size": moe.expert_dim,
         "norm_topk_prob": moe.route_norm,
         "mlp_only_layers": list(range(moe.first_k_dense)),
-        "intermediate_size": config.ffn_dim,
-        "attention_bias": False,
     }
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**arguments))
 
