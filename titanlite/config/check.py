@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -132,7 +133,7 @@ def _pipeline_schedule(loaded: Loaded) -> list[Problem]:
 def _recomputation(loaded: Loaded) -> list[Problem]:
     config, option = loaded.config, loaded.config.activation_checkpoint.selective_ac_option
     key = "activation_checkpoint.selective_ac_option"
-    number = int(option[:20]) if option.isascii() and option.isdigit() else 0
+    number = int(option[:20]) if re.fullmatch("[1-9][0-9]*", option) else 0
     if option != "op" and not 1 <= number <= config.model.n_layers:
         allowed = f'"op", or a number from "1" to "{config.model.n_layers}" (model.n_layers)'
         return [_problem(loaded, key, allowed, '"2" recomputes every second block')] if option else []

@@ -63,7 +63,8 @@ def _as_given(name: str, overrides: Sequence[str], base: Loaded, text: str) -> A
     parallelism = loaded.config.parallelism
     if parallelism.dp_shard < 1:
         allowed = "an integer > 0: a layout's degrees say how many processes it has"
-        raise InputError(Problem(COMMAND_LINE, "parallelism.dp_shard", str(parallelism.dp_shard), allowed))
+        fix = f"name it, as in {FLAG} dp_shard=2, or leave it out"
+        raise InputError(Problem(COMMAND_LINE, "parallelism.dp_shard", str(parallelism.dp_shard), allowed, fix))
     notes = _check(loaded, text)
     world = math.prod(getattr(parallelism, degree) for degree in PRIORITY)
     if world > MOST_PROCESSES:

@@ -287,7 +287,7 @@ def test_auto_fits_every_run(name: str) -> None:
         ("tp=2,tp=4", ['"tp=2,tp=4"', "tp once"]),
         ("tp=2,parallelism.tp=2", ["parallelism.tp once"]),
         ("model.dim=8", ["what may change no result"]),
-        ("dp_shard=-1", ["parallelism.dp_shard", "an integer > 0"]),
+        ("dp_shard=-1", ["parallelism.dp_shard", "an integer > 0", "dp_shard=2"]),
         ("tp=64", ["n_heads = 32", "--layout tp=64"]),
         ("dp_shard=64", ["64 processes", "at most 32"]),
         ("dp_shard=3", ["global_batch_size"]),
