@@ -1,7 +1,6 @@
 """The parent of a run: reads and checks everything there is to check, then starts the workers of this node.
 
-No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input.
-75 is kept for runs that were preempted and saved.
+No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input, 75 stopped and saved.
 """
 
 from __future__ import annotations
@@ -54,7 +53,9 @@ EPILOG = """environment:
   OMP_NUM_THREADS          threads of each process (default: cores / processes)
   CUDA_VISIBLE_DEVICES     the GPUs to use
 
-exit code: 0 done, 1 a worker failed, 2 wrong input; 75 is kept for runs that were preempted and saved
+signals: TERM, INT (Ctrl-C) or USR1, here or to a rank: the step is finished and saved; a second one ends all at once
+
+exit code: 0 done, 1 a worker failed, 2 wrong input, 75 stopped by a signal (or the clock) and saved: try again
 """
 
 
@@ -85,7 +86,16 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
         log_folder = make_log_folder(run_folder, plan.nodes)
         config_path = write_config(plan, log_folder)
         say(describe(plan, run_folder, log_folder))
-        job = Job(plan.nodes, plan.nproc, plan.shown, log_folder, plan.loaded.config.comm.init_timeout_seconds)
+        config = plan.loaded.config
+        job = Job(
+            plan.nodes,
+            plan.nproc,
+            plan.shown,
+            log_folder,
+            start_timeout_seconds=config.comm.init_timeout_seconds,
+            saves=config.checkpoint.enable,
+            grace_seconds=config.checkpoint.grace_seconds,
+        )
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // plan.nproc))
         # DDP warns in C++ on every rank that no parameter was unused.
         quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -8,7 +8,7 @@ import time
 import traceback
 from pathlib import Path
 
-from titanlite.lifeline import die_with_launcher
+from titanlite.lifeline import StopRequest, describe, watch_launcher_and_signals
 
 RANK = int(os.environ["RANK"])
 
@@ -31,7 +31,7 @@ def fail(error: Exception, code: int = 1) -> int:
     return code
 
 
-def act(what: str) -> int:
+def act(what: str, request: StopRequest) -> int:
     match what:
         case "done":
             print(f"rank {RANK} says hello")
@@ -67,6 +67,13 @@ def act(what: str) -> int:
             wait()
         case "hang":
             wait()
+        case "save":  # what a request is answered by, after a moment
+            wait(until=request)
+            time.sleep(0.5)
+            print(f"rank {RANK} was asked by {describe(request.reason)}")
+            request.tell_saved()
+        case "finish":  # the run's end comes before the request is seen
+            wait(until=request)
         case _:
             raise AssertionError(what)
     return 0
@@ -76,12 +83,14 @@ def sign_of_end(rank: int) -> Path:
     return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(f"rank-{rank}.error.gone")
 
 
-def wait() -> None:
+def wait(until: StopRequest | None = None) -> None:
     Path(os.environ["STUB_FOLDER"], f"pid-{RANK}").write_text(str(os.getpid()))
-    time.sleep(300)
+    end = time.monotonic() + 300
+    while time.monotonic() < end and not (until and until.reason):
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    die_with_launcher()
+    request = watch_launcher_and_signals()
     acts = dict(part.split(":") for part in os.environ["STUB"].split())
-    sys.exit(act(acts.get(str(RANK), "done")))
+    sys.exit(act(acts.get(str(RANK), "done"), request))

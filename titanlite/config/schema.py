@@ -327,6 +327,9 @@ class CheckpointConfig(Section):
         description='"auto": from the newest checkpoint of the run folder, if any. "never": refused when there is one. '
         "Else the path of a step folder.",
     )
+    grace_seconds: Positive = Field(
+        600, description="How long the ranks may take to save once a signal has asked for it; then they are ended."
+    )
 
 
 class ValidationConfig(Section):
