@@ -41,9 +41,10 @@ DEFAULT_CONFIG = "llama_debug.toml"
 CPU_PROCESSES = (2, 8)  # fewest and most on a CPU when nobody says how many
 WORKER = "titanlite.train"
 MOST_PROCESSES = 4096
+MOST_RESTARTS = 1000
 LARGE_FOR_A_CPU = 200_000_000  # parameters
 
-USAGE = "run_train.sh [--config NAME] [--nproc N] [--section.key VALUE | --section.key=VALUE ...]"
+USAGE = "run_train.sh [--config NAME] [--nproc N] [--max-restarts N] [--section.key VALUE | --section.key=VALUE ...]"
 EPILOG = """environment:
   NPROC                    as --nproc
   NNODES, NODE_RANK        number of machines, and which one this is (from 0); run the same command on each
@@ -95,6 +96,7 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
             start_timeout_seconds=config.comm.init_timeout_seconds,
             saves=config.checkpoint.enable,
             grace_seconds=config.checkpoint.grace_seconds,
+            max_restarts=plan.max_restarts,
         )
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // plan.nproc))
         # DDP warns in C++ on every rank that no parameter was unused.
@@ -122,6 +124,13 @@ def make_parser() -> Parser:
         help="processes on this machine (default: what the layout fixes, else one per GPU, else on the CPU what it "
         "needs, {} to {})".format(*CPU_PROCESSES),
     )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        default="",
+        help="how often the processes are started again after a crash, from the last checkpoint (default: 0). Wrong "
+        "input and a loss that is not finite end the run all the same",
+    )
     parser.add_argument("--setup-only", action="store_true", help="stop once the Python environment is ready")
     parser.add_argument("--version", action="version", version=f"titanlite {__version__}")
     return parser
@@ -136,6 +145,7 @@ class Plan:
     nproc: int
     gpus: int
     shown: frozenset[int] | None
+    max_restarts: int
     warnings: tuple[str, ...]
 
     @property
@@ -155,6 +165,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
         overrides = []
     nodes = read_nodes(environ, problems)
     asked = read_process_count(options.nproc, environ, problems)
+    restarts = read_option(options.max_restarts, "--max-restarts", 0, MOST_RESTARTS, problems, "starts after a crash")
     try:
         loaded = load(options.config, overrides)
     except InputError as error:
@@ -174,7 +185,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
         raise InputError(problems)
     assert nproc and world
     warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus)]
-    return Plan(loaded, nodes, nproc, gpus, shown, tuple(warnings))
+    return Plan(loaded, nodes, nproc, gpus, shown, restarts or 0, tuple(warnings))
 
 
 def large_for_a_cpu(loaded: Loaded, world: int, gpus: int) -> list[str]:
@@ -193,10 +204,15 @@ def read_process_count(option: str, environ: Mapping[str, str], problems: list[P
     """--nproc, else NPROC; None when neither is given or it is wrong."""
     if not option:
         return read_integer(environ, "NPROC", 1, MOST_PROCESSES, problems, "processes on this machine")
+    return read_option(option, "--nproc", 1, MOST_PROCESSES, problems, "processes on this machine")
+
+
+def read_option(text: str, name: str, lowest: int, highest: int, problems: list[Problem], meaning: str) -> int | None:
+    """As read_integer, of an option of the command line."""
     found: list[Problem] = []
-    count = read_integer({"--nproc": option}, "--nproc", 1, MOST_PROCESSES, found, "processes on this machine")
-    problems += [replace(problem, where=COMMAND_LINE, fix="give a number, or leave --nproc out") for problem in found]
-    return count
+    number = read_integer({name: text}, name, lowest, highest, found, meaning)
+    problems += [replace(problem, where=COMMAND_LINE, fix=f"give a number, or leave {name} out") for problem in found]
+    return number
 
 
 def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Problem]) -> int | None:

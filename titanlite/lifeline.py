@@ -39,7 +39,7 @@ def stop_signals() -> frozenset[signal.Signals]:
 class StopFile:
     """Between a launcher and its workers: an empty file means yes. It lies in a folder of this machine's own.
 
-    asked: save and end.  now: end at once.  saved: the workers have ended, and nothing is lost.
+    asked: save and end.  now: end at once, for good.  saved: the workers have ended, and nothing is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,6 +154,9 @@ def _watch(
         first = time.monotonic() if first is None else first
         if time.monotonic() - first > SAME_SIGNAL_SECONDS:
             print(f"ended by a second signal, {signal.Signals(signum).name}", file=sys.stderr, flush=True)
+            if file is not None:
+                with suppress(OSError):
+                    StopFile.create(file.now)
             os._exit(1)
         request.note(signum)
     _end()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Job:
     shown: global ranks whose output goes to the screen (None: all); the others' goes to files in log_folder, which are
     named rank-N.out, rank-N.err and, for the error that ended the rank, rank-N.error.json.
     saves: whether the workers can save when they are asked to end. grace_seconds: how long they may then take.
+    max_restarts: how often they are started again after a failure. attempt: how often they have been.
     """
 
     nodes: Nodes
@@ -55,9 +56,18 @@ class Job:
     start_timeout_seconds: int
     saves: bool = True
     grace_seconds: int = 600
+    max_restarts: int = 0
+    attempt: int = 0
 
     def shows(self, rank: int) -> bool:
         return self.shown is None or rank in self.shown
+
+    def again(self) -> Job:
+        """The next attempt: nothing of the one before it, on the disk or in the nodes' store, is in its way."""
+        attempt = self.attempt + 1
+        nodes = replace(self.nodes, run_id=f"{self.nodes.run_id}-{attempt}")
+        parent = self.log_folder.parent if self.attempt else self.log_folder
+        return replace(self, nodes=nodes, log_folder=parent / f"restart-{attempt}", attempt=attempt)
 
 
 # --- signals ---
@@ -185,6 +195,14 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=key)
 
 
+# A restart would end in the same way, or was not asked for.
+_FINAL = re.compile(r"InputError|NonFiniteError|NotSavedError")
+
+
+def is_final(failures: Sequence[Failure]) -> bool:
+    return any(failure.exit_code == EXIT_WRONG_INPUT or _FINAL.match(failure.error) for failure in failures)
+
+
 def read_failure(rank: int, process: ProcessFailure) -> Failure:
     """What torch knows of a failed worker, with the time of its recorded error to better than torch's whole seconds."""
     error = traceback = ""
@@ -269,6 +287,7 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
             files = {local: str(job.log_folder / f"rank-{rank}") for local, rank in ranks.items()}
             for local, env in envs.items():
                 env["TORCHELASTIC_ERROR_FILE"] = files[local] + ".error.json"
+                env["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)  # keeps the workers' keys in the store apart
             outs = {local: "" if local in direct else files[local] + ".out" for local in files}
             errs = {local: "" if local in direct else files[local] + ".err" for local in files}
             return LogsDest(
@@ -309,9 +328,12 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
             os.environ.update({**environment, **own})
             signals = StopSignals(job, file)
             with signals.default_until_workers_start():
-                failures = run_agent(job, signals, module, arguments)
-            if failures:
-                return report(root_cause(failures), job)
+                while failures := run_agent(job, signals, module, arguments):
+                    code = report(root_cause(failures), job)
+                    if job.attempt == job.max_restarts or signals.first or file.now.exists() or is_final(failures):
+                        return code
+                    job = job.again()
+                    say(f"restart {job.attempt} of {job.max_restarts}")
             if not file.saved.exists():
                 return EXIT_DONE
             say("stopped and saved: the same command goes on from there")

@@ -1,4 +1,5 @@
-"""A worker that does what STUB says, rank by rank: "0:done 1:raise". Starts in a tenth of a second, without torch."""
+"""A worker that does what STUB says, rank by rank: "0:done 1:raise", attempt by attempt: "1:raise / 1:done". Starts in
+a tenth of a second, without torch."""
 
 import json
 import os
@@ -11,6 +12,10 @@ from pathlib import Path
 from titanlite.lifeline import StopRequest, describe, watch_launcher_and_signals
 
 RANK = int(os.environ["RANK"])
+
+
+class NonFiniteError(RuntimeError):
+    """As the trainer's."""
 
 
 def record(error: Exception) -> None:
@@ -56,6 +61,8 @@ def act(what: str, request: StopRequest) -> int:
             return 1
         case "input":
             return fail(ValueError("InputError stands here"), 2)
+        case "nan":
+            return fail(NonFiniteError("step 3: loss nan"))
         case "quiet":
             print("the last words", file=sys.stderr)
             return 3
@@ -92,5 +99,6 @@ def wait(until: StopRequest | None = None) -> None:
 
 if __name__ == "__main__":
     request = watch_launcher_and_signals()
-    acts = dict(part.split(":") for part in os.environ["STUB"].split())
+    attempts = os.environ["STUB"].split("/")
+    acts = dict(part.split(":") for part in attempts[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split())
     sys.exit(act(acts.get(str(RANK), "done"), request))

@@ -115,6 +115,32 @@ def test_second_job_in_one_folder(arguments: list[str], tmp_path: Path) -> None:
     assert stub(arguments, "").returncode == 0
 
 
+# --- restarts ---
+
+
+def test_restarts(arguments: list[str], tmp_path: Path) -> None:
+    """Each is told with its cause, writes its own logs, and finds nothing of the one before it."""
+    acts = "0:done 1:raise / 0:done 1:kill / 0:done 1:environment / 1:raise"
+    done = stub(arguments, acts, "--max-restarts", "3")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stderr.index("restart 1 of 3"), done.stderr.index("restart 2 of 3")
+    assert done.stderr.index("failed: RuntimeError: boom on 1") < first < done.stderr.index("SIGKILL") < second
+    assert "restart 3" not in done.stderr
+    (folder,) = tmp_path.glob("outputs/tiny/logs/*")
+    assert "boom on 1" in (folder / "rank-1.error.json").read_text()
+    assert not list(folder.glob("restart-1/rank-1.error.json")), "what is killed leaves no record"
+    assert json.loads((folder / "restart-2/rank-1.out").read_text())["TORCHELASTIC_RESTART_COUNT"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("acts", "code"), [("1:raise / 1:raise / 1:done", 1), ("1:input / 1:done", 2), ("1:nan / ", 1)]
+)
+def test_restarts_that_are_used_up_or_of_no_use(acts: str, code: int, arguments: list[str]) -> None:
+    done = stub(arguments, acts, "--max-restarts", "1")
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("restart 1 of 1") == acts.count("raise") // 2 and "restart 2" not in done.stderr
+
+
 # --- no worker lives on ---
 
 
@@ -166,6 +192,7 @@ def test_nohup(running: Running) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_lets_the_workers_save(running: Running, signum: signal.Signals) -> None:
     running.process.send_signal(signum)
+    time.sleep(0.2)
     running.process.send_signal(signum)  # as timeout(1) does
     code, stderr = running.end()
     assert code == 75, stderr
@@ -219,12 +246,14 @@ def test_a_run_that_cannot_save_ends_at_once(running: Running) -> None:
     assert not any(is_running(pid) for pid in running.workers)
 
 
-def test_a_second_signal_to_a_rank_ends_it(running: Running) -> None:
+@pytest.mark.parametrize("running", [("0:hang 1:hang", "--max-restarts", "1")], indirect=True)
+def test_a_second_signal_to_a_rank_ends_all(running: Running) -> None:
     os.kill(running.workers[1], signal.SIGTERM)
     time.sleep(4)
     assert all(is_running(pid) for pid in running.workers)
     os.kill(running.workers[1], signal.SIGTERM)
     code, stderr = running.end()
+    assert "restart" not in stderr
     assert code == 1 and "rank 1" in stderr and "ended by a second signal, SIGTERM" in stderr, stderr
 
 
