@@ -31,6 +31,7 @@ from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import write_atomically
+from titanlite.lifeline import JOB_END_TIME, START_TIME, job_end
 from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, raise_open_file_limit, read_integer, read_nodes
 from titanlite.supervise import Job, run_workers
 
@@ -78,7 +79,8 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
     if options.setup_only:
         print(sys.executable)  # there is a Python that runs this
         return EXIT_DONE
-    plan = make_plan(options, overrides, os.environ)
+    started = {START_TIME: str(time.time())}
+    plan = make_plan(options, overrides, {**os.environ, **started})
     for warning in plan.warnings:
         say(f"warning: {warning}")
     run_folder = check.run_folder(plan.loaded)
@@ -102,7 +104,7 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
         # DDP warns in C++ on every rank that no parameter was unused.
         quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         raise_open_file_limit()
-        environment = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": quiet}
+        environment = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": quiet, **started}
         return run_workers(job, worker, [str(config_path)], environment)
 
 
@@ -180,11 +182,12 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
     world = nodes.count * nproc if nproc and not problems else None
     problems += check.static_problems(loaded, world)
     problems += check.machine_problems(loaded, gpus, nproc)
+    late = walltime_warnings(loaded, environ, problems)
     shown = read_shown_ranks(environ, world, problems)
     if problems:
         raise InputError(problems)
     assert nproc and world
-    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus)]
+    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus), *late]
     return Plan(loaded, nodes, nproc, gpus, shown, restarts or 0, tuple(warnings))
 
 
@@ -198,6 +201,22 @@ def large_for_a_cpu(loaded: Loaded, world: int, gpus: int) -> list[str]:
         f"NO GPU WAS FOUND, and this model has {parameters:,} parameters: on the CPU that is at least "
         f"{16 * parameters * copies / 1e9:,.0f} GB of memory for weights, gradients and moments, over all processes."
     ]
+
+
+def walltime_warnings(loaded: Loaded, environ: Mapping[str, str], problems: list[Problem]) -> list[str]:
+    """A job too short for checkpoint.before_walltime would end before its first step, and again when it is retried."""
+    checkpoint, key = loaded.config.checkpoint, "checkpoint.before_walltime"
+    if not (checkpoint.enable and checkpoint.before_walltime):
+        return []
+    end = job_end(environ, checkpoint.walltime)
+    if end is None:
+        return [f"{key}: ignored, since the job's end is not known: set checkpoint.walltime, or {JOB_END_TIME}."]
+    left = end - time.time()
+    if left <= checkpoint.before_walltime:
+        allowed = f"less than the {max(left, 0):,.0f} s that are left of the job"
+        fix = "lower it, or ask for a longer job (checkpoint.walltime without Slurm)"
+        problems.append(Problem(loaded.origin(key), key, str(checkpoint.before_walltime), allowed, fix))
+    return []
 
 
 def read_process_count(option: str, environ: Mapping[str, str], problems: list[Problem]) -> int | None:

@@ -15,13 +15,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 STOP_FILE = "TITANLITE_STOP_FILE"
+START_TIME = "TITANLITE_START_TIME"
+JOB_END_TIME = "SLURM_JOB_END_TIME"
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1})
 SAME_SIGNAL_SECONDS = 3.0  # what comes within them is one signal: schedulers signal a process, its group and its parent
 _POLL_SECONDS = 0.5
@@ -79,6 +81,15 @@ class StopRequest:
         """Tell the launcher, if there is one, that this process ends early and has lost nothing. Raises OSError."""
         if self._file is not None:
             StopFile.create(self._file.saved)
+
+
+def job_end(environ: Mapping[str, str], walltime: int) -> float | None:
+    """When this job will be ended, in unix seconds: as Slurm says, else `walltime` seconds (0: not known) after the
+    launcher's start (START_TIME; without a launcher after now). None if it is not known."""
+    slurm = environ.get(JOB_END_TIME, "")
+    if slurm.isdecimal() and int(slurm):
+        return float(slurm)
+    return float(environ.get(START_TIME) or time.time()) + walltime if walltime else None
 
 
 def describe(reason: int) -> str:

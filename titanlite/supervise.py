@@ -327,6 +327,7 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
             own = {WORLD_SIZE: str(world), LAUNCHER_PID: str(os.getpid()), STOP_FILE: str(file.asked)}
             os.environ.update({**environment, **own})
             signals = StopSignals(job, file)
+            meeting_point = hold_meeting_point(job)  # noqa: F841 - lives as long as this function
             with signals.default_until_workers_start():
                 while failures := run_agent(job, signals, module, arguments):
                     code = report(root_cause(failures), job)
@@ -344,6 +345,18 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
     except Exception as error:
         say(_agent_error(error, job))
         return EXIT_ERROR
+
+
+def hold_meeting_point(job: Job) -> Any:
+    """On the main node, what keeps the port where the nodes meet open between two attempts (the agent's own store goes
+    with each): a node that is quicker to start again would find nothing there, or what is about to go. Else None."""
+    if not (job.max_restarts and job.nodes.port and job.nodes.is_main):
+        return None
+    from torch.distributed import TCPStore
+
+    with suppress(RuntimeError):  # the agent will meet the same trouble, and it is reported then
+        return TCPStore("127.0.0.1", job.nodes.port, is_master=True, multi_tenant=True, wait_for_workers=False)
+    return None
 
 
 def run_agent(job: Job, signals: StopSignals, module: str, arguments: Sequence[str]) -> list[Failure]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
-from titanlite.lifeline import watch_launcher_and_signals
+from titanlite.lifeline import job_end, watch_launcher_and_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = runtime.start(config.comm, config.run, config.parallelism)
         if problems := static_problems(loaded, ranks.world_size):  # the launcher's rules hold without it, too
             raise InputError(problems)
+        if ranks.is_main and config.checkpoint.enable and config.checkpoint.before_walltime:  # one clock for all
+            end = job_end(os.environ, config.checkpoint.walltime)
+            stop.deadline = None if end is None else end - config.checkpoint.before_walltime
         trainer = Trainer(config, ranks, stop)
         trainer.train()
         if trainer.stopped:

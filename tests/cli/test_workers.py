@@ -311,12 +311,13 @@ def start_node(arguments: list[str], rank: int, port: int, *more: str, **env: st
     )
 
 
-def test_two_nodes(arguments: list[str]) -> None:
-    port = free_port()
-    nodes = [start_node(arguments, rank, port, STUB="1:environment 3:environment") for rank in range(2)]
+def test_two_nodes_and_their_restart(arguments: list[str]) -> None:
+    port, acts = free_port(), "0:raise 2:raise / 1:environment 3:environment"
+    nodes = [start_node(arguments, rank, port, "--max-restarts", "1", STUB=acts) for rank in range(2)]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    for rank, (stdout, _) in zip((1, 3), outputs, strict=True):
+    for rank, (stdout, stderr) in zip((1, 3), outputs, strict=True):
+        assert f"boom on {rank - 1}" in stderr and "restart 1 of 1" in stderr
         (line,) = [line for line in stdout.splitlines() if "{" in line]
         env = json.loads(line.removeprefix(f"[rank {rank}] "))
         assert (env["RANK"], env["WORLD_SIZE"], env["TITANLITE_WORLD_SIZE"]) == (str(rank), "4", "4")
