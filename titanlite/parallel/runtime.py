@@ -99,6 +99,12 @@ class Ranks:
             dist.all_reduce(tensor, group=self.meshes.loss.get_group())
         return tensor
 
+    def max_over_world(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Maximum, in place, over all ranks; returns the tensor."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank src's object, pickled; the argument of the other ranks is ignored."""
         if self.world_size == 1:
