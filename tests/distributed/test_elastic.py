@@ -1,0 +1,291 @@
+"""A run that is stopped and goes on under another layout, again and again, is the unbroken run of one process.
+
+At each change every weight, buffer and moment is bit for bit the one that was saved; losses, norms, learning rates,
+samples, tokens and choices of experts are those of the one process, to the promise.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness.distributed import run_distributed
+from tests.harness.training import merge
+from tests.parity.layouts import BASE, ONE_PROCESS, TIED, Layout, Sections, _layout, _microbatches
+from tests.parity.moe_layouts import DEEPSEEK
+from titanlite import trainer as trainer_module
+from titanlite.checkpoint import dcp
+from titanlite.config.schema import Config
+from titanlite.data.phase import RunData
+from titanlite.data.shards import TokenShards
+from titanlite.model.init import tensors_hash
+from titanlite.optim.optimizer import AdamW
+from titanlite.optim.schedule import lr_at
+from titanlite.parallel import runtime
+from titanlite.parallel.whole import full_tensors
+from titanlite.trainer import Trainer
+from titanlite.verify.promise import LOSS_TOLERANCE, NORM_TOLERANCE
+from titanlite.verify.record import Record, Recorder, largest_of_series
+
+sympy = pytest.importorskip("sympy")
+tokenizers = pytest.importorskip("tokenizers")
+
+BATCH, STEPS_EACH, STEPS = 12, 2, 16
+# 257 ids and no dimension that divides by 3 or 4, but for the heads: shards are uneven, the table is padded to 259.
+RUN: Sections = {
+    "model": {"vocab_size": 257},
+    "training": {"global_batch_size": BATCH, "local_batch_size": BATCH},
+    "checkpoint": {"enable": True, "interval": 100},
+    "validation": {"enable": False},
+}
+DENSE: Sections = merge(RUN, TIED, {"run": {"seed": 5}, "model": {"n_layers": 4, "n_heads": 4, "n_kv_heads": 2}})
+EXPERTS: Sections = merge(
+    DEEPSEEK, RUN, TIED, {"model": {"dim": 20, "head_dim": 6, "moe": DEEPSEEK["model"]["moe"] | {"expert_dim": 32}}}
+)
+CHAINS: dict[str, tuple[Sections, dict[str, Layout]]] = {
+    "dense": (
+        DENSE,
+        {
+            "dp 4": _layout(dp_shard=4),
+            "dp 3": _layout(dp_shard=3),
+            "tp 2 x pp 2": _layout(tp=2, pp=2, pp_microbatches=4),
+            "cp 2 x fsdp 2": _layout(cp=2, dp_shard=2),
+            "one process": ONE_PROCESS,
+            "dp_replicate 2": _layout(_microbatches(3), dp_replicate=2),
+            "hsdp 2x2, zero 2": _layout(_microbatches(1), dp_replicate=2, dp_shard=2, zero_stage=2),
+            "pp 2, ZBVZeroBubble": _layout(pp=2, pp_schedule="ZBVZeroBubble", pp_microbatches=4),
+        },
+    ),
+    "experts": (
+        EXPERTS,
+        {
+            "dp 4": _layout(dp_shard=4),
+            "dp 3": _layout(dp_shard=3),
+            "tp 2 x pp 2": _layout(tp=2, pp=2, pp_microbatches=4),
+            "cp 2 x ep 4": _layout(cp=2, dp_shard=2, ep=4),
+            "one process": ONE_PROCESS,
+            "dp_replicate 2": _layout(_microbatches(3), dp_replicate=2),
+            "hsdp 2x2 x ep 2, zero 1": _layout(_microbatches(1), dp_replicate=2, dp_shard=2, ep=2, zero_stage=1),
+            "pp 2 x ep 2, InterleavedZeroBubble": _layout(
+                pp=2, dp_shard=2, ep=2, pp_schedule="InterleavedZeroBubble", pp_microbatches=2
+            ),
+        },
+    ),
+}
+
+
+@dataclass
+class Done:
+    """What a rank did from its start, perhaps a resume, to its end. found, left: hash of the whole state there."""
+
+    found: str
+    left: str
+    record: Record
+    data: RunData
+    shards: list[str]
+
+
+def _train(sections: Sections, fault: str) -> Done:
+    if fault:
+        FAULTS[fault][0]()
+    config = Config.model_validate(sections)
+    trainer = Recorder(config, runtime.start(config.comm, config.run, config.parallelism))
+    found = state_hash(trainer)
+    trainer.train()
+    shards = [str(source.train) for source in trainer.prepared.sources]
+    return Done(found, state_hash(trainer), trainer.record, trainer.data, shards)
+
+
+def state_hash(trainer: Trainer) -> str:
+    return tensors_hash(full_tensors(trainer._tensors()).items())
+
+
+def train(sections: Sections, layout: Layout, text: Path, folder: Path, steps: int, fault: str = "") -> list[Done]:
+    """Every rank's part of training to `steps`, resuming from what is in `folder`."""
+    here: Sections = {
+        "tokenizer": {"path": str(text / "tokenizer.json"), "eos_token": "<|endoftext|>"},
+        "data": {
+            "sources": [{"path": str(text / "a"), "weight": 0.8}, {"path": str(text / "b"), "weight": 0.2}],
+            "validation_fraction": 0.0,
+            "cache_dir": str(text / "cache"),
+        },
+        "run": {"output_dir": str(folder), "name": "run"},
+        "training": {"steps": steps},
+    }
+    merged = merge(BASE, sections, layout.sections, here)
+    return run_distributed(_train, layout.world_size, merged, fault, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of the embedded text, of which the chains read the first more than once, and a tokenizer of the 256
+    bytes and one mark."""
+    folder = tmp_path_factory.mktemp("elastic")
+    for name, source in (("a", "core/_print_helpers.py"), ("b", "core/cache.py")):
+        (folder / name).mkdir()
+        shutil.copy(Path(sympy.__file__).parent / source, folder / name / "text.txt")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    assert made.get_vocab_size() == 257
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+OneProcess = Callable[[Sections], Record]
+
+
+@pytest.fixture(scope="module")
+def one_process(text: Path, tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    """The unbroken run, whose samples are those that the order names."""
+    made: dict[str, Record] = {}
+
+    def run(sections: Sections) -> Record:
+        key = repr(sections)
+        if key not in made:
+            (done,) = train(sections, ONE_PROCESS, text, tmp_path_factory.mktemp("unbroken"), STEPS)
+            ids = [number for step in done.record.sample_ids for number in step]
+            assert ids == list(range(STEPS * BATCH)), "every sample once, in order"
+            assert torch.cat(done.record.tokens).tolist() == in_order(done)
+            made[key] = done.record
+        return made[key]
+
+    return run
+
+
+def in_order(done: Done) -> list[list[int]]:
+    """The tokens of all samples, by what the data's record says."""
+    opened = [TokenShards(path) for path in done.shards]
+    sources, epochs, windows = done.data.order().locate_many(np.arange(STEPS * BATCH))
+    assert epochs.max() > 0, "a source is read more than once"
+    length = done.data.seq_len
+    return [opened[s].window(w, length)[:-1].tolist() for s, w in zip(sources.tolist(), windows.tolist(), strict=True)]
+
+
+def differences(ranks: Sequence[Done], reference: Record, start: int, saved: str) -> set[str]:
+    """In what the ranks, which went on after `start` steps from the state with the hash `saved`, left the one process's
+    way."""
+    found = set()
+    share = BATCH // ranks[0].record.data_size
+    for done in ranks:
+        mine = done.record
+        steps = slice(start, start + len(mine.losses))
+        rows = slice(mine.data_rank * share, (mine.data_rank + 1) * share)
+        same = {
+            "state": done.found == saved and done.left == ranks[0].left,
+            "loss": _close(mine.losses, reference.losses[steps], LOSS_TOLERANCE),
+            "norm": _close(mine.norms, reference.norms[steps], NORM_TOLERANCE),
+            "lr": mine.lrs == reference.lrs[steps],
+            "samples": mine.sample_ids == [ids[rows] for ids in reference.sample_ids[steps]]
+            and all(map(torch.equal, mine.tokens, [tokens[rows] for tokens in reference.tokens[steps]])),
+            "experts": all(map(torch.equal, mine.expert_loads, reference.expert_loads[steps])),
+        }
+        found |= {what for what, is_same in same.items() if not is_same}
+    if {done.record.data_rank for done in ranks} != set(range(ranks[0].record.data_size)):
+        found.add("samples")
+    return found
+
+
+def _close(mine: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    return all(abs(a - b) <= tolerance * abs(b) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_layouts_is_the_unbroken_run(name: str, text: Path, tmp_path: Path, one_process: OneProcess) -> None:
+    sections, layouts = CHAINS[name]
+    reference = one_process(sections)
+    saved = ""
+    for number, (layout_name, layout) in enumerate(layouts.items()):
+        start = number * STEPS_EACH
+        ranks = train(sections, layout, text, tmp_path, start + STEPS_EACH)
+        assert len(ranks[0].record.losses) == STEPS_EACH
+        print(
+            layout_name,
+            largest_of_series(ranks[0].record.losses, reference.losses[start : start + STEPS_EACH]),
+            largest_of_series(ranks[0].record.norms, reference.norms[start : start + STEPS_EACH]),
+        )
+        assert not differences(ranks, reference, start, saved or ranks[0].found), layout_name
+        saved = ranks[0].left
+    length = merge(BASE, sections)["training"]["seq_len"]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["samples"], row["tokens"]) for row in rows] == [
+        (step, step * BATCH, step * BATCH * length) for step in range(1, STEPS + 1)
+    ]
+
+
+# ---- the comparison sees what is wrong
+
+
+def _without(part: str) -> Callable[[], None]:
+    """Tensors whose names have this in them keep their first values."""
+
+    def plant() -> None:
+        read = dcp.read_tensors
+        dcp.read_tensors = lambda folder, tensors, channel: read(
+            folder, {key: tensor for key, tensor in tensors.items() if part not in key}, channel
+        )
+
+    return plant
+
+
+def _moved_samples(by: int) -> Callable[[], None]:
+    def plant() -> None:
+        read = Trainer._read_resume_point
+
+        def then_move(self: Trainer) -> None:
+            read(self)
+            self.state.samples += by
+
+        Trainer._read_resume_point = then_move
+
+    return plant
+
+
+def _schedule_anew() -> None:
+    trainer_module.lr_at = lambda step, *args: lr_at(step - STEPS_EACH, *args)
+
+
+def _bias_correction_anew() -> None:
+    AdamW.n_updates = property(lambda self: 0, lambda self, value: None)
+
+
+# name -> how to plant it, and what must be seen
+FAULTS: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "no fault": (lambda: None, set()),
+    "moments lost": (_without(".exp_avg"), {"state", "loss", "norm"}),
+    "second moments lost": (_without(".exp_avg_sq"), {"state", "loss"}),
+    "biases of the experts lost": (_without("expert_bias"), {"state"}),
+    "samples anew": (_moved_samples(-STEPS_EACH * BATCH), {"samples", "loss"}),
+    "a sample left out": (_moved_samples(1), {"samples", "loss"}),
+    "schedule anew": (_schedule_anew, {"lr", "loss"}),
+    "bias correction anew": (_bias_correction_anew, {"loss"}),
+}
+
+
+@pytest.fixture(scope="module")
+def started(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The first steps of the experts, by one process, and the hash of its state."""
+    folder = tmp_path_factory.mktemp("started") / "run"
+    (done,) = train(EXPERTS, ONE_PROCESS, text, folder, STEPS_EACH)
+    return folder, done.left
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_going_on_is_seen(
+    name: str, started: tuple[Path, str], text: Path, tmp_path: Path, one_process: OneProcess
+) -> None:
+    folder, saved = started
+    shutil.copytree(folder, tmp_path / "run")
+    ranks = train(EXPERTS, ONE_PROCESS, text, tmp_path / "run", 2 * STEPS_EACH, fault=name)
+    found = differences(ranks, one_process(EXPERTS), STEPS_EACH, saved)
+    wanted = FAULTS[name][1]
+    assert found >= wanted and bool(found) is bool(wanted), found
