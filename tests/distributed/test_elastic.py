@@ -245,7 +245,7 @@ def _moved_samples(by: int) -> Callable[[], None]:
             read(self)
             self.state.samples += by
 
-        Trainer._read_resume_point = then_move
+        Trainer._read_resume_point = then_move  # type: ignore[method-assign]
 
     return plant
 
@@ -255,7 +255,7 @@ def _schedule_anew() -> None:
 
 
 def _bias_correction_anew() -> None:
-    AdamW.n_updates = property(lambda self: 0, lambda self, value: None)
+    AdamW.n_updates = property(lambda self: 0, lambda self, value: None)  # type: ignore
 
 
 # name -> how to plant it, and what must be seen

@@ -253,6 +253,7 @@ def test_a_run_told_to_start_from_a_checkpoint_goes_on_when_started_again(text: 
         ({"model": {"ffn_dim": 72}}, "model.ffn_dim"),
         ({"run": {"seed": 4}}, "run.seed"),
         ({"training": {"seq_len": 16}}, "training.seq_len"),
+        ({"training": {"global_batch_size": 12}}, "training.global_batch_size"),
         ({"data": {"validation_fraction": 0.4}}, "data.validation_fraction"),
     ],
 )
@@ -264,13 +265,14 @@ def test_another_run_is_refused(change: Sections, named: str, text: Path, tmp_pa
     assert named in str(caught.value) and "as in the checkpoint" in str(caught.value)
 
 
-def test_a_moved_folder_and_another_batch_are_not_refused(text: Path, tmp_path: Path) -> None:
+def test_a_moved_folder_and_a_batch_that_may_change_are_not_refused(text: Path, tmp_path: Path) -> None:
     train(ONE_PROCESS, text, tmp_path, 1)
     (tmp_path / "text").symlink_to(text)
     sources = [
         source | {"path": source["path"].replace(str(text), str(tmp_path / "text"))} for source in sources_of(text)
     ]
-    change: Sections = {"data": {"sources": sources}, "training": {"global_batch_size": 12, "local_batch_size": 6}}
+    batch = {"global_batch_size": 12, "local_batch_size": 6, "allow_batch_change": True}
+    change: Sections = {"data": {"sources": sources}, "training": batch}
     train(ONE_PROCESS, text, tmp_path, 3, change)
     assert [row["samples"] for row in rows(tmp_path)] == [24, 36, 48]
 

@@ -205,6 +205,11 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     seq_len: Size = Field(description="Tokens of a sample.")
     global_batch_size: Size = Field(description="Samples of an optimizer step, over all ranks.")
+    allow_batch_change: bool = Field(
+        False,
+        description="At resume, accept another global_batch_size than the checkpoint's: the run goes on with the next "
+        "sample, the learning rate with the next step. Gives up that this file alone reproduces the run.",
+    )
     local_batch_size: Positive = Field(
         1,
         description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest "
