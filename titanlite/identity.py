@@ -110,7 +110,6 @@ def _other_run(
     """What makes it another run than the checkpoint's. old, new: the flat configs; differing: their keys."""
     fix = "set it back to resume, or start anew under another run.name"
     accept = f"{fix}, or accept it from here on with --{{}} true"
-    accept_data = accept.format("data.allow_change")
     record, fingerprint = train_state.get("data"), train_state["data_fingerprint"]
     allowed_to_change = new["data.allow_change"]
 
@@ -133,15 +132,8 @@ def _other_run(
     allowed = f"{saved}{fingerprint[:16]}), as in the checkpoint: the same text, tokenizer, weights and seq_len"
     if allowed_to_change:
         allowed += ", since this older checkpoint does not say how far each source was read"
-    return [
-        Problem(
-            where,
-            ", ".join(keys) or "data",
-            got,
-            allowed,
-            fix if record is None else accept.format("data.allow_change"),
-        )
-    ]
+    fix = fix if record is None else accept.format("data.allow_change")
+    return [Problem(where, ", ".join(keys) or "data", got, allowed, fix)]
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -54,8 +54,8 @@ def test_what_may_change_is_told() -> None:
     told = check_same_run(manifest(config()), Path("c"), config=now, data=data())
     assert told == ["optimizer.lr was 0.0003, is now 0.001", "training.steps was 10, is now 20"]
     older_torch = {**manifest(config()), "versions": {"torch": "2.10.0"}}
-    (told,) = check_same_run(older_torch, Path("c"), config=config(), data=data())
-    assert told.startswith(f"torch was 2.10.0, is now {torch.__version__}")
+    (line,) = check_same_run(older_torch, Path("c"), config=config(), data=data())
+    assert line.startswith(f"torch was 2.10.0, is now {torch.__version__}")
 
 
 @pytest.mark.parametrize("allow_change", [False, True])
