@@ -60,6 +60,8 @@ def check_train_state(manifest: Mapping[str, Any], path: Path) -> None:
     state = manifest["train_state"]
     wrong = [key for key, kind in _TRAIN_STATE.items() if type(state.get(key)) is not kind]
     wrong += [key for key in ("samples", "tokens") if key not in wrong and state[key] < 0]
+    if type(state.get("init_from", "")) is not str:  # older ones have none
+        wrong.append("init_from")
     if state.get("step") != manifest["step"]:
         wrong.append("step")
     if "data" in state:

@@ -9,46 +9,26 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.harness.distributed import run_distributed
+from tests.distributed.elastic import BATCH, DENSE, EXPERTS, Done, make_text, train
 from tests.harness.training import merge
-from tests.parity.layouts import BASE, ONE_PROCESS, TIED, Layout, Sections, _layout, _microbatches
-from tests.parity.moe_layouts import DEEPSEEK
+from tests.parity.layouts import BASE, ONE_PROCESS, Layout, Sections, _layout, _microbatches
 from titanlite import trainer as trainer_module
 from titanlite.checkpoint import dcp
-from titanlite.config.schema import Config
-from titanlite.data.phase import RunData
 from titanlite.data.shards import TokenShards
-from titanlite.model.init import tensors_hash
 from titanlite.optim.optimizer import AdamW
 from titanlite.optim.schedule import lr_at
-from titanlite.parallel import runtime
-from titanlite.parallel.whole import full_tensors
 from titanlite.trainer import Trainer
 from titanlite.verify.promise import LOSS_TOLERANCE, NORM_TOLERANCE
-from titanlite.verify.record import Record, Recorder, largest_of_series
+from titanlite.verify.record import Record, largest_of_series
 
-sympy = pytest.importorskip("sympy")
-tokenizers = pytest.importorskip("tokenizers")
-
-BATCH, STEPS_EACH, STEPS = 12, 2, 16
-# 257 ids and no dimension that divides by 3 or 4, but for the heads: shards are uneven, the table is padded to 259.
-RUN: Sections = {
-    "model": {"vocab_size": 257},
-    "training": {"global_batch_size": BATCH, "local_batch_size": BATCH},
-    "checkpoint": {"enable": True, "interval": 100},
-    "validation": {"enable": False},
-}
-DENSE: Sections = merge(RUN, TIED, {"run": {"seed": 5}, "model": {"n_layers": 4, "n_heads": 4, "n_kv_heads": 2}})
-EXPERTS: Sections = merge(
-    DEEPSEEK, RUN, TIED, {"model": {"dim": 20, "head_dim": 6, "moe": DEEPSEEK["model"]["moe"] | {"expert_dim": 32}}}
-)
+STEPS_EACH, STEPS = 2, 16
 CHAINS: dict[str, tuple[Sections, dict[str, Layout]]] = {
     "dense": (
         DENSE,
@@ -81,64 +61,9 @@ CHAINS: dict[str, tuple[Sections, dict[str, Layout]]] = {
 }
 
 
-@dataclass
-class Done:
-    """What a rank did from its start, perhaps a resume, to its end. found, left: hash of the whole state there."""
-
-    found: str
-    left: str
-    record: Record
-    data: RunData
-    shards: list[str]
-
-
-def _train(sections: Sections, fault: str) -> Done:
-    if fault:
-        FAULTS[fault][0]()
-    config = Config.model_validate(sections)
-    trainer = Recorder(config, runtime.start(config.comm, config.run, config.parallelism))
-    found = state_hash(trainer)
-    trainer.train()
-    shards = [str(source.train) for source in trainer.prepared.sources]
-    return Done(found, state_hash(trainer), trainer.record, trainer.data, shards)
-
-
-def state_hash(trainer: Trainer) -> str:
-    return tensors_hash(full_tensors(trainer._tensors()).items())
-
-
-def train(sections: Sections, layout: Layout, text: Path, folder: Path, steps: int, fault: str = "") -> list[Done]:
-    """Every rank's part of training to `steps`, resuming from what is in `folder`."""
-    here: Sections = {
-        "tokenizer": {"path": str(text / "tokenizer.json"), "eos_token": "<|endoftext|>"},
-        "data": {
-            "sources": [{"path": str(text / "a"), "weight": 0.8}, {"path": str(text / "b"), "weight": 0.2}],
-            "validation_fraction": 0.0,
-            "cache_dir": str(text / "cache"),
-        },
-        "run": {"output_dir": str(folder), "name": "run"},
-        "training": {"steps": steps},
-    }
-    merged = merge(BASE, sections, layout.sections, here)
-    return run_distributed(_train, layout.world_size, merged, fault, timeout=120)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of the embedded text, of which the chains read the first more than once, and a tokenizer of the 256
-    bytes and one mark."""
-    folder = tmp_path_factory.mktemp("elastic")
-    for name, source in (("a", "core/_print_helpers.py"), ("b", "core/cache.py")):
-        (folder / name).mkdir()
-        shutil.copy(Path(sympy.__file__).parent / source, folder / name / "text.txt")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>"])
-    assert made.get_vocab_size() == 257
-    made.save(str(folder / "tokenizer.json"))
-    return folder
+    return make_text(tmp_path_factory.mktemp("elastic") / "text")
 
 
 OneProcess = Callable[[Sections], Record]
@@ -271,6 +196,10 @@ FAULTS: dict[str, tuple[Callable[[], None], set[str]]] = {
 }
 
 
+def _plant(name: str) -> None:
+    FAULTS[name][0]()
+
+
 @pytest.fixture(scope="module")
 def started(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The first steps of the experts, by one process, and the hash of its state."""
@@ -285,7 +214,7 @@ def test_a_fault_in_going_on_is_seen(
 ) -> None:
     folder, saved = started
     shutil.copytree(folder, tmp_path / "run")
-    ranks = train(EXPERTS, ONE_PROCESS, text, tmp_path / "run", 2 * STEPS_EACH, fault=name)
+    ranks = train(EXPERTS, ONE_PROCESS, text, tmp_path / "run", 2 * STEPS_EACH, partial(_plant, name))
     found = differences(ranks, one_process(EXPERTS), STEPS_EACH, saved)
     wanted = FAULTS[name][1]
     assert found >= wanted and bool(found) is bool(wanted), found

@@ -16,9 +16,9 @@ import io
 import os
 import pathlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,13 +26,19 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.checksum import FileRecord, HashedFile
 from titanlite.checkpoint.storage import METADATA, CheckpointError, is_tensor_file
+from titanlite.config.problems import Problem
 from titanlite.files import fsync_folder
 
 if TYPE_CHECKING:
@@ -274,7 +280,7 @@ _METADATA_CLASSES: dict[str, tuple[Any, ...]] = {
         MetadataIndex,
         dcp_metadata.StorageMeta,
         TensorStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
+        ChunkStorageMetadata,
         dcp_metadata.TensorProperties,
         dcp_metadata._MEM_FORMAT_ENCODING,
     ),
@@ -297,18 +303,78 @@ def saved_tensors(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.
     return {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
 
 
+def differences(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
+    """How a checkpoint's tensors differ from the model's: missing, unexpected, other shape or dtype.
+
+    Both: key -> (shape, dtype), as saved_tensors.
+    """
+
+    def some(keys: list[str]) -> str:
+        return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+    fix = "use the [model] section it was saved with (in its manifest.json under config)"
+    problems = []
+    missing = sorted(wanted.keys() - saved.keys())
+    if missing:
+        problems.append(Problem(str(path), some(missing), "not in the checkpoint", "every tensor of the model", fix))
+    unexpected = sorted(saved.keys() - wanted.keys())
+    if unexpected:
+        problems.append(Problem(str(path), some(unexpected), "not in the model", "only tensors of the model", fix))
+    other = sorted(key for key in wanted.keys() & saved.keys() if wanted[key] != saved[key])
+    if other:
+        key = other[0]
+        problems.append(Problem(str(path), some(other), _show(saved[key]), f"{_show(wanted[key])} for {key}", fix))
+    return problems
+
+
+def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{tensor[1]} of shape {list(tensor[0])}"
+
+
+def resize_rows(metadata: Metadata, key: str, rows: int, read: int) -> None:
+    """Describe a saved tensor as one of `rows` rows, of which the first `read` are those that are in the files. Of the
+    others nothing is read: a load leaves them as they are."""
+    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
+    chunks = [
+        ChunkStorageMetadata(
+            chunk.offsets, torch.Size((min(chunk.sizes[0], read - chunk.offsets[0]), *chunk.sizes[1:]))
+        )
+        for chunk in entry.chunks
+        if chunk.offsets[0] < read
+    ]
+    metadata.state_dict_metadata[key] = replace(entry, size=torch.Size((rows, *entry.size[1:])), chunks=chunks)
+
+
 def read_tensors(folder: Path, tensors: Tensors, channel: ObjectChannel) -> None:
     """Load into `tensors` in place, each rank what it holds. Collective. Raises CheckpointError.
 
     Not dcp.load, which has collectives of its own and reads the metadata with an unrestricted pickle.load.
     """
+    agree(channel, f"loading {folder}", lambda: read_local(folder, tensors, read_metadata(folder)))
 
-    def load() -> None:
-        reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-        metadata = read_metadata(folder)
-        planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-        reader.read_data(plan, planner).wait()
 
-    agree(channel, f"loading {folder}", load)
+def read_local(folder: Path, tensors: Tensors, metadata: Metadata) -> None:
+    """read_tensors of this rank. metadata: the folder's, as read_metadata has found or resize_rows made it."""
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+def fill_local(tensors: Tensors, read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]) -> None:
+    """Fill this rank's part of `tensors` in place from read(key, offsets, lengths), which returns that block of the
+    whole tensor on the CPU, in any dtype. It is asked for what this rank holds, and nothing else."""
+    whole = {
+        key: TensorStorageMetadata(
+            dcp_metadata.TensorProperties(tensor.dtype),
+            tensor.shape,
+            [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)],
+        )
+        for key, tensor in tensors.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), Metadata(cast(Any, whole)), is_coordinator=True)
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(read(item.storage_index.fqn, item.storage_offsets, item.lengths))

@@ -331,7 +331,7 @@ class HuggingFaceWeights:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self.folder = folder
         files = weight_files(folder)  # before all else: what is no safetensors is told as such
-        problems = _other_model(folder, model)
+        problems = other_architecture(ModelConfig.model_validate(model_section(folder)), model, folder / CONFIG)
         if problems:
             raise InputError(problems)
         self._file_of: dict[str, Path] = {}
@@ -439,14 +439,14 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in _ONLY_FOR_TRAINING}
 
 
-def _other_model(folder: Path, model: ModelConfig) -> list[Problem]:
-    """Keys of `model` that are not what the folder's config.json says."""
-    ours, theirs = architecture(model), architecture(ModelConfig.model_validate(model_section(folder)))
+def other_architecture(theirs: ModelConfig, ours: ModelConfig, source: Path) -> list[Problem]:
+    """Keys of our model that are not those of the model that weights were made for, which the file `source` says."""
+    mine, saved = architecture(ours), architecture(theirs)
     fix = "set it so in [model], or take other weights"
     return [
-        Problem("", key, shown(ours.get(key)), f"{shown(theirs.get(key))}, as {folder / CONFIG} says", fix)
-        for key in dict.fromkeys([*ours, *theirs])
-        if ours.get(key) != theirs.get(key)
+        Problem("", key, shown(mine.get(key)), f"{shown(saved.get(key))}, as {source} says", fix)
+        for key in dict.fromkeys([*mine, *saved])
+        if mine.get(key) != saved.get(key)
     ]
 
 

@@ -332,6 +332,16 @@ class CheckpointConfig(Section):
         description='"auto": from the newest checkpoint of the run folder, if any. "never": refused when there is one. '
         "Else the path of a step folder.",
     )
+    init_from: str = Field(
+        "",
+        description="Weights to start from when there is nothing to resume: a step folder, a run folder (its newest "
+        "checkpoint), or the folder of a Hugging Face model. Steps, optimizer, learning rate and data start anew.",
+    )
+    allow_rope_change: bool = Field(
+        False,
+        description="With init_from, accept another model.rope_theta and model.rope_scaling than the weights were made "
+        "with, for longer sequences. Gives up that the run starts with the loss that the weights had.",
+    )
 
 
 class ValidationConfig(Section):
