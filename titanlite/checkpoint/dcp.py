@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -220,6 +221,78 @@ class _Source(DefaultSavePlanner):
         return _local(self._tensors[write_item.index.fqn])
 
 
+# ---- save without a run
+
+STREAMED_FILE_BYTES = 1 << 30  # DCP keeps the tensors of a file in memory until it is written
+STREAMED_PIECE_BYTES = 1 << 28
+
+
+def write_streamed(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor],
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, FileRecord]:
+    """Write float32 tensors of these shapes, which need not fit into memory; returns the files, on the disk.
+
+    read(key, offsets, lengths): a block of a tensor, float32, at most STREAMED_PIECE_BYTES but for a single row.
+    report: called with the bytes that are written and those of all. The files are as if each were another rank's.
+    """
+    plans: list[list[WriteItem]] = [[]]
+    size = 0
+    for key, shape in shapes.items():
+        properties = TensorProperties(dtype=torch.float32)
+        for chunk in _pieces(shape):
+            item = WriteItem(
+                MetadataIndex(key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, shape),
+            )
+            if plans[-1] and size + 4 * chunk.sizes.numel() > STREAMED_FILE_BYTES:
+                plans.append([])
+                size = 0
+            plans[-1].append(item)
+            size += 4 * chunk.sizes.numel()
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    merged, metadata = planner.create_global_plan([SavePlan(items) for items in plans])
+    source, total = _Streamed(read), 4 * sum(shape.numel() for shape in shapes.values())
+    files: dict[str, FileRecord] = {}
+    results = []
+    done = 0
+    for plan in FileSystemWriter("").prepare_global_plan(merged):
+        writer, written = _writer(folder)
+        writer.per_thread_copy_ahead = 0
+        with written.errors():
+            writing = writer.write_data(plan, source)
+            writing.wait()
+        files |= written.records()
+        results.append(writing.value())
+        done += sum(4 * item.tensor_data.chunk.sizes.numel() for item in plan.items if item.tensor_data)
+        report(done, total)
+    return files | write_metadata(folder, Plan([], SavePlan([]), metadata), results).files
+
+
+def _pieces(shape: torch.Size) -> Iterator[ChunkStorageMetadata]:
+    """Blocks of whole rows."""
+    rows = max(1, STREAMED_PIECE_BYTES // (4 * max(1, shape[1:].numel())))
+    for row in range(0, shape[0], rows):
+        sizes = torch.Size((min(rows, shape[0] - row), *shape[1:]))
+        yield ChunkStorageMetadata(torch.Size((row, *(0 for _ in shape[1:]))), sizes)
+
+
+class _Streamed(DefaultSavePlanner):
+    """Makes each block when the writer comes to it."""
+
+    def __init__(self, read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return self._read(write_item.index.fqn, chunk.offsets, chunk.sizes)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -281,7 +354,7 @@ _METADATA_CLASSES: dict[str, tuple[Any, ...]] = {
         dcp_metadata.StorageMeta,
         TensorStorageMetadata,
         ChunkStorageMetadata,
-        dcp_metadata.TensorProperties,
+        TensorProperties,
         dcp_metadata._MEM_FORMAT_ENCODING,
     ),
 }
@@ -350,11 +423,12 @@ def read_tensors(folder: Path, tensors: Tensors, channel: ObjectChannel) -> None
 
     Not dcp.load, which has collectives of its own and reads the metadata with an unrestricted pickle.load.
     """
-    agree(channel, f"loading {folder}", lambda: read_local(folder, tensors, read_metadata(folder)))
+    agree(channel, f"loading {folder}", lambda: read_into(folder, read_metadata(folder), tensors))
 
 
-def read_local(folder: Path, tensors: Tensors, metadata: Metadata) -> None:
-    """read_tensors of this rank. metadata: the folder's, as read_metadata has found or resize_rows made it."""
+def read_into(folder: Path, metadata: Metadata, tensors: Tensors) -> None:
+    """What read_tensors does on one rank. metadata: of that folder, from read_metadata, or as
+    resize_rows has changed it."""
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -367,7 +441,7 @@ def fill_local(tensors: Tensors, read: Callable[[str, Sequence[int], Sequence[in
     whole tensor on the CPU, in any dtype. It is asked for what this rank holds, and nothing else."""
     whole = {
         key: TensorStorageMetadata(
-            dcp_metadata.TensorProperties(tensor.dtype),
+            TensorProperties(tensor.dtype),
             tensor.shape,
             [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)],
         )

@@ -111,7 +111,7 @@ class _OfTitanlite:
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         saved = self._metadata.state_dict_metadata
         keys = {f"model.{fqn}": tensor for fqn, tensor in tensors.items()}
-        dcp.read_local(self.folder, {key: tensor for key, tensor in keys.items() if key in saved}, self._metadata)
+        dcp.read_into(self.folder, self._metadata, {key: tensor for key, tensor in keys.items() if key in saved})
 
 
 def _metadata(folder: Path) -> Metadata:
