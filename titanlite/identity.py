@@ -58,6 +58,9 @@ def check_ranks_agree(config: Config, data: str, ranks: Ranks) -> None:
 def check_train_state(manifest: Mapping[str, Any], path: Path) -> None:
     """Raises InputError if the train state in the manifest of the checkpoint at `path` cannot be gone on from."""
     state = manifest["train_state"]
+    if state.get("weights_only"):
+        fix = f"start a run with its weights: --checkpoint.init_from {path}"
+        raise InputError(Problem("", "checkpoint.resume", f"{path}, weights only", "a checkpoint of a run", fix))
     wrong = [key for key, kind in _TRAIN_STATE.items() if type(state.get(key)) is not kind]
     wrong += [key for key in ("samples", "tokens") if key not in wrong and state[key] < 0]
     if type(state.get("init_from", "")) is not str:  # older ones have none

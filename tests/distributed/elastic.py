@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import merge
+from tests.harness.training import build, merge
 from tests.parity.layouts import BASE, TIED, Layout, Sections
 from tests.parity.moe_layouts import DEEPSEEK
+from titanlite.checkpoint.huggingface import HuggingFaceWeights
+from titanlite.checkpoint.initial import open_weights
 from titanlite.config.schema import Config
 from titanlite.data.phase import RunData
 from titanlite.model.init import tensors_hash
@@ -115,3 +122,36 @@ def make_text(folder: Path) -> Path:
     assert made.get_vocab_size() == 257
     made.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def init_from(path: Path, **more: Any) -> Sections:
+    return {"checkpoint": {"init_from": str(path), **more}}
+
+
+def assert_equal(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    for key, tensor in mine.items():
+        assert torch.equal(tensor, other[key]), key
+
+
+def reads(sections: Sections, path: Path) -> tuple[int, Counter[str], int]:
+    """(elements that this rank holds of the parameters, elements read by tensor, elements of the largest read)."""
+    config, _, model, _ = build(sections)
+    read: Counter[str] = Counter()
+    largest = 0
+    theirs, load = HuggingFaceWeights.read, torch.load
+
+    def count(key: str, tensor: Tensor) -> Tensor:
+        nonlocal largest
+        read[key] += tensor.numel()
+        largest = max(largest, tensor.numel())
+        return tensor
+
+    HuggingFaceWeights.read = lambda self, fqn, *block: count(fqn, theirs(self, fqn, *block))  # type: ignore[method-assign]
+    filesystem.torch.load = lambda *args, **kwargs: count("", load(*args, **kwargs))
+    open_weights(path, config.model).fill(model.parameters | model.buffers)
+    return sum(local_numel(p) for p in model.parameters.values()), read, largest
+
+
+def local_numel(parameter: Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()

@@ -6,16 +6,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.distributed.elastic import DENSE, EXPERTS, make_text, train
-from tests.harness.distributed import WorkerFailed
+from tests.distributed.elastic import DENSE, EXPERTS, assert_equal, init_from, make_text, reads, train
+from tests.harness.distributed import WorkerFailed, run_distributed
 from tests.harness.training import merge
-from tests.parity.layouts import ONE_PROCESS, Layout, Sections, _layout
+from tests.parity.layouts import BASE, ONE_PROCESS, Layout, Sections, _layout
 from titanlite.verify.promise import LOSS_TOLERANCE
 
 MODELS = {"dense": DENSE, "experts": EXPERTS}
@@ -36,10 +34,6 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text(tmp_path_factory.mktemp("init") / "text")
-
-
-def init_from(path: Path, **more: Any) -> Sections:
-    return {"checkpoint": {"init_from": str(path), **more}}
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +78,6 @@ def test_weights_of_a_run_in_another_layout(name: str, sources: Mapping[str, Pat
     assert manifest["train_state"]["init_from"] == str(step)
 
 
-def assert_equal(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    assert mine.keys() == other.keys()
-    for key, tensor in mine.items():
-        assert torch.equal(tensor, other[key]), key
-
-
 def test_another_padding_and_nothing_that_is_saved(sources: Mapping[str, Path], text: Path, tmp_path: Path) -> None:
     """The table has 259 rows there; here as many as said, over two ranks. With checkpoint.enable = false, too."""
     start = init_from(sources["dense"] / "checkpoints/step-00000003", enable=False)
@@ -129,3 +117,12 @@ def test_rotary_keys_change_only_when_it_is_asked_for(sources: Mapping[str, Path
     allowed = merge(change, init_from(sources["dense"], allow_rope_change=True))
     (done,) = train(allowed, ONE_PROCESS, text, tmp_path / "a", 1)
     assert "model.rope_theta was 10000.0 for the weights, is now 50000.0" in done.said
+
+
+def test_a_rank_reads_its_part_of_a_checkpoint(sources: Mapping[str, Path]) -> None:
+    """Of what another layout saved it reads the whole pieces that it needs a part of, one after the other."""
+    path, base = sources["dense"], merge(BASE, DENSE)
+    for held, read, _ in run_distributed(reads, 2, merge(base, _layout(dp_shard=2).sections), path):
+        assert sum(read.values()) == held, "the same layout"
+    for held, read, largest in run_distributed(reads, 4, merge(base, _layout(tp=2, pp=2).sections), path):
+        assert held < sum(read.values()) <= 2 * held + 1000 and largest <= -(-259 // 2) * 34

@@ -180,6 +180,8 @@ def test_places_are_not_compared() -> None:
         ({"step": 2}, "train_state.step: got 2"),
         ({"data_fingerprint": None}, "train_state.data_fingerprint: got None"),
         ({"data": {"start": 0}}, "train_state.data: got"),
+        ({"init_from": 1}, "train_state.init_from: got 1"),
+        ({"weights_only": True}, "checkpoint.resume: got c, weights only"),
     ],
 )
 def test_a_train_state_that_makes_no_sense_is_one_problem(change: Any, named: str) -> None:
