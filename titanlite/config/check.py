@@ -560,6 +560,9 @@ def _embedded(loaded: Loaded) -> list[str]:
     return []
 
 
+_ALWAYS_READ = ("checkpoint.init_from", "checkpoint.allow_rope_change")  # also where nothing is saved
+
+
 def _switched_off(loaded: Loaded) -> list[str]:
     """Keys given beside, or after, an enable = false that makes them idle."""
     found = []
@@ -567,7 +570,7 @@ def _switched_off(loaded: Loaded) -> list[str]:
         if getattr(loaded.config, section).enable:
             continue
         off_by = loaded.origin(f"{section}.enable")
-        keys = [key for key in _chosen(loaded, section) if key not in (f"{section}.enable", "checkpoint.init_from")]
+        keys = [key for key in _chosen(loaded, section) if key not in (f"{section}.enable", *_ALWAYS_READ)]
         # Switching a section of the file off on the command line is no mistake.
         idle = [key for key in keys if off_by != COMMAND_LINE or loaded.origin(key) == COMMAND_LINE]
         if idle:
@@ -578,6 +581,8 @@ def _switched_off(loaded: Loaded) -> list[str]:
 def _checkpoint_warnings(loaded: Loaded) -> list[str]:
     checkpoint = loaded.config.checkpoint
     folder = run_folder(loaded) / "checkpoints"
+    if checkpoint.allow_rope_change and not checkpoint.init_from:
+        return ["checkpoint.allow_rope_change: ignored without checkpoint.init_from."]
     if not checkpoint.enable:
         if not _has_checkpoints(run_folder(loaded)):
             return []
