@@ -177,6 +177,17 @@ def test_a_checkpoint_that_was_asked_for_and_is_damaged_is_refused(text: Path, t
         train(ONE_PROCESS, text, tmp_path, 2, asked)
 
 
+def test_a_checkpoint_of_before_runs_started_from_weights_goes_on(text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path, 1)
+    path = tmp_path / "run/checkpoints/step-00000001/manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"], manifest["train_state"]["init_from"]
+    manifest["files"] = {name: {"bytes": entry["bytes"]} for name, entry in manifest["files"].items()}
+    path.write_text(json.dumps(manifest))
+    train(ONE_PROCESS, text, tmp_path, 2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
 def test_a_finished_run_is_a_no_op(text: Path, tmp_path: Path) -> None:
     first = train(ONE_PROCESS, text, tmp_path, 2)
     before = (tmp_path / "run/metrics.jsonl").read_bytes()

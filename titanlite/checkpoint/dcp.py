@@ -408,13 +408,11 @@ def resize_rows(metadata: Metadata, key: str, rows: int, read: int) -> None:
     """Describe a saved tensor as one of `rows` rows, of which the first `read` are those that are in the files. Of the
     others nothing is read: a load leaves them as they are."""
     entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
-    chunks = [
-        ChunkStorageMetadata(
-            chunk.offsets, torch.Size((min(chunk.sizes[0], read - chunk.offsets[0]), *chunk.sizes[1:]))
-        )
-        for chunk in entry.chunks
-        if chunk.offsets[0] < read
-    ]
+    chunks = []
+    for chunk in entry.chunks:
+        left = min(chunk.sizes[0], read - chunk.offsets[0])
+        if left > 0:
+            chunks.append(ChunkStorageMetadata(chunk.offsets, torch.Size((left, *chunk.sizes[1:]))))
     metadata.state_dict_metadata[key] = replace(entry, size=torch.Size((rows, *entry.size[1:])), chunks=chunks)
 
 
