@@ -246,8 +246,12 @@ def check_weights(loaded: Loaded) -> None:
     if check.starts_from_weights(loaded):
         from titanlite.checkpoint.initial import open_weights
 
-        checkpoint = loaded.config.checkpoint
-        open_weights(Path(checkpoint.init_from), loaded.config.model, allow_rope_change=checkpoint.allow_rope_change)
+        checkpoint, model = loaded.config.checkpoint, loaded.config.model
+        try:
+            open_weights(Path(checkpoint.init_from), model, allow_rope_change=checkpoint.allow_rope_change)
+        except InputError as error:
+            placed = (replace(p, where=p.where or loaded.origin(p.key)) for p in error.problems)
+            raise InputError(placed) from None
 
 
 def prepare_data(loaded: Loaded) -> PreparedData:

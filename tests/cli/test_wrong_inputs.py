@@ -171,5 +171,7 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     storage.commit(step, storage.make_manifest(3, {".metadata": FileRecord(0, None)}, parts))
     arguments = ("--config", str(write_config(tmp_path)), "--checkpoint.init_from", str(tmp_path / "old"))
     done = run(LAUNCH, *arguments, cwd=tmp_path)
-    assert_refused(done, "nothing was started", "model.dim: got 32; allowed: 64, as ", f"{step}/manifest.json says")
+    assert_refused(
+        done, "nothing was started", "tiny.toml: model.dim: got 32; allowed: 64, as ", f"{step}/manifest.json says"
+    )
     assert not (tmp_path / "outputs").exists()

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.elastic import DENSE, EXPERTS, assert_equal, init_from, make_text, reads, train
 from tests.harness.distributed import WorkerFailed, run_distributed
 from tests.harness.training import merge
 from tests.parity.layouts import BASE, ONE_PROCESS, Layout, Sections, _layout
+from titanlite.checkpoint import initial
 from titanlite.verify.promise import LOSS_TOLERANCE
 
 MODELS = {"dense": DENSE, "experts": EXPERTS}
@@ -108,6 +110,17 @@ def test_another_model_and_damage_are_refused(sources: Mapping[str, Path], text:
     with pytest.raises(WorkerFailed, match=r"DamagedError: .*__1_0\.distcp: got other content"):
         train(merge(EXPERTS, init_from(copy)), _layout(dp_shard=2), text, tmp_path / "b", 1)
     assert not (tmp_path / "b/run/metrics.jsonl").exists()
+
+
+def _with_a_manifest_of_its_own() -> None:
+    if dist.get_rank() == 1:
+        initial.of_bytes = lambda data: "another"
+
+
+def test_machines_with_other_weights_are_refused(sources: Mapping[str, Path], text: Path, tmp_path: Path) -> None:
+    start = merge(DENSE, init_from(sources["dense"]))
+    with pytest.raises(WorkerFailed, match=r"CheckpointError: .* other weights on the machine of rank 1 than"):
+        train(start, _layout(dp_shard=2), text, tmp_path, 1, _with_a_manifest_of_its_own)
 
 
 def test_rotary_keys_change_only_when_it_is_asked_for(sources: Mapping[str, Path], text: Path, tmp_path: Path) -> None:

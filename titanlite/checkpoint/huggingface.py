@@ -443,8 +443,15 @@ def other_architecture(theirs: ModelConfig, ours: ModelConfig, source: Path) -> 
     """Keys of our model that are not those of the model that weights were made for, which the file `source` says."""
     mine, saved = architecture(ours), architecture(theirs)
     fix = "set it so in [model], or take other weights"
+    accept = "set it so in [model], or accept it with --checkpoint.allow_rope_change true"
     return [
-        Problem("", key, shown(mine.get(key)), f"{shown(saved.get(key))}, as {source} says", fix)
+        Problem(
+            "",
+            key,
+            shown(mine.get(key)),
+            f"{shown(saved.get(key))}, as {source} says",
+            accept if key.startswith("model.rope_") else fix,
+        )
         for key in dict.fromkeys([*mine, *saved])
         if mine.get(key) != saved.get(key)
     ]

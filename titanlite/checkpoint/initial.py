@@ -14,7 +14,14 @@ from pydantic import ValidationError
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import dcp, storage
-from titanlite.checkpoint.huggingface import CONFIG, HuggingFaceWeights, model_section, other_architecture
+from titanlite.checkpoint.checksum import of_bytes
+from titanlite.checkpoint.huggingface import (
+    CONFIG,
+    HuggingFaceWeights,
+    model_section,
+    other_architecture,
+    weight_files,
+)
 from titanlite.checkpoint.storage import CheckpointError, DamagedError
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig
@@ -24,11 +31,12 @@ _KEY = "checkpoint.init_from"
 
 
 class InitialWeights(Protocol):
-    """folder: where they are. of_titanlite: they are a checkpoint's, which can be verified. notes: what there is to say
-    of them."""
+    """folder: where they are. of_titanlite: they are a checkpoint's, which can be verified. identity: the same for the
+    same weights, as far as that can be seen without reading them. notes: what there is to say of them."""
 
     folder: Path
     of_titanlite: bool
+    identity: str
     notes: list[str]
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -88,6 +96,7 @@ class _OfTitanlite:
 
     def __init__(self, folder: Path, model: ModelConfig, notes: list[str]) -> None:
         self.folder, self.notes = folder, notes
+        self.identity = of_bytes((folder / storage.MANIFEST).read_bytes())
         self._metadata = _metadata(folder)
         with torch.device("meta"):
             whole = Transformer(model)
@@ -140,6 +149,8 @@ class _OfHuggingFace:
     def __init__(self, folder: Path, model: ModelConfig, notes: list[str]) -> None:
         self.folder, self.notes = folder, notes
         self._weights = HuggingFaceWeights(folder, model)
+        files = [f"{file.name} {file.stat().st_size}" for file in weight_files(folder)]
+        self.identity = of_bytes((folder / CONFIG).read_bytes() + "\n".join(files).encode())
         if model.moe.n_experts and model.moe.bias_update_rate:
             self.notes.append(f"biases that choose experts are not in {folder}: they start at 0")
 

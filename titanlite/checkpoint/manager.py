@@ -412,6 +412,9 @@ class CheckpointManager:
             self._report(self._verify(folder))
             self._verified = None
         weights = dcp.agree(self._channel, f"opening {folder}", lambda: opened(folder))
+        identities = self._channel.all_gather(weights.identity)
+        if other := [rank for rank, identity in enumerate(identities) if identity != identities[0]]:
+            raise CheckpointError(f"{folder} holds other weights on the machine of rank {other[0]} than on rank 0's")
         dcp.agree(self._channel, f"loading {folder}", lambda: weights.fill(tensors))
         for note in weights.notes:
             self._report(note)

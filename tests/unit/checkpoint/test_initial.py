@@ -130,7 +130,8 @@ def test_padding_rows_are_not_read(source: Source) -> None:
 def test_another_model_is_refused_by_its_keys(source: Source, changes: dict[str, Any], said: str) -> None:
     step = source.save(1, model_config())
     found = refusal(step, model_config(**changes))
-    assert any(line.startswith(f"{said}, as {step}/manifest.json says") for line in found), found
+    (line,) = [line for line in found if line.startswith(f"{said}, as {step}/manifest.json says")]
+    assert ("--checkpoint.allow_rope_change true" in line) is ("rope" in said)
 
 
 def test_what_only_training_needs_may_be_another(source: Source) -> None:
@@ -182,6 +183,14 @@ def test_damage_is_seen_without_reading_tensors(source: Source) -> None:
         open_weights(step, model_config())
 
 
+def test_the_identity_tells_copies_apart(source: Source, tmp_path: Path) -> None:
+    step, model = source.save(1, model_config()), model_config()
+    copy = shutil.copytree(step, tmp_path / "copy")
+    assert open_weights(copy, model).identity == open_weights(step, model).identity
+    other = shutil.copytree(step, tmp_path / "old")
+    assert open_weights(source.save(1, model_config()), model).identity != open_weights(other, model).identity
+
+
 def test_a_manifest_that_names_no_model(source: Source) -> None:
     step = source.save(1, model_config())
     manifest = json.loads((step / "manifest.json").read_text())
@@ -202,6 +211,11 @@ def test_a_model_of_hugging_face_and_what_is_converted_of_it(tmp_path: Path) -> 
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     found, notes = read(tmp_path / "theirs", model)
     assert not notes and found["layers.1.attention.wq.weight"].any() and not found["output.weight"][21:].any()
+    shutil.copytree(tmp_path / "theirs", tmp_path / "others")
+    assert open_weights(tmp_path / "others", model).identity == open_weights(tmp_path / "theirs", model).identity
+    others = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rms_norm_eps=1e-5))
+    others.save_pretrained(tmp_path / "others")  # in float32
+    assert open_weights(tmp_path / "others", model).identity != open_weights(tmp_path / "theirs", model).identity
     (said,) = refusal(tmp_path / "theirs", model_config(rope_theta=20000.0))
     assert said.startswith("model.rope_theta: got 20000.0; allowed: 10000.0")
     _, notes = read(tmp_path / "theirs", model_config(rope_theta=20000.0), allow_rope_change=True)
