@@ -21,7 +21,7 @@ Spec = dict[str, Any]  # a tokenizer.json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # sentencepiece's types of pieces
 _UNIGRAM, _BPE = 1, 2  # and of models
-# Below the score of any way to spell "<0x0A>" with pieces: text that says so is no byte.
+# Below the score of any way to spell "<0x0A>" or "</s>" with pieces: text that says so is neither.
 _NEVER = -1000.0
 
 
@@ -122,10 +122,16 @@ def _post_processor(given: Spec | None, bos: str | None, bos_id: int) -> Spec | 
 # ---- sentencepiece
 
 
-def _spec_of_sentencepiece(data: bytes, path: str) -> Spec:
-    """The tokenizer.json that gives the ids of a .model file. Raises InputError."""
+def model_proto(data: bytes) -> Any:
+    """A .model file as its protocol buffer."""
     model = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     model.ParseFromString(data)
+    return model
+
+
+def _spec_of_sentencepiece(data: bytes, path: str) -> Spec:
+    """The tokenizer.json that gives the ids of a .model file. Raises InputError."""
+    model = model_proto(data)
     texts = [
         piece.piece.replace(SPACE_MARK, " ") if piece.type in (_NORMAL, _USER_DEFINED) else piece.piece
         for piece in model.pieces
@@ -166,8 +172,9 @@ def _spec_of_sentencepiece(data: bytes, path: str) -> Spec:
             "merges": _merges({texts[i]: scores[i] for i in normal}),
         }
     else:
-        for i in by_type.get(_BYTE, ()):
-            scores[i] = _NEVER
+        for kind in (_UNKNOWN, _CONTROL, _BYTE):
+            for i in by_type.get(kind, ()):
+                scores[i] = _NEVER
         tokens = {
             "type": "Unigram",
             "unk_id": unk,
