@@ -246,7 +246,7 @@ def model_section(folder: Path) -> dict[str, Any]:
         "ffn_dim": get("intermediate_size"),
         "norm_eps": get("rms_norm_eps"),
         "rope_theta": get("rope_theta") if rope is None else rope,
-        "rope_scaling": scaling,
+        **({"rope_scaling": scaling} if scaling else {}),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "tie_word_embeddings": get("tie_word_embeddings"),
     }
