@@ -133,10 +133,11 @@ def test_a_chain_of_layouts_is_the_unbroken_run(name: str, text: Path, tmp_path:
         start = number * STEPS_EACH
         ranks = train(sections, layout, text, tmp_path, start + STEPS_EACH)
         assert len(ranks[0].record.losses) == STEPS_EACH
+        mine, other = ranks[0].record, reference
+        steps = slice(start, start + STEPS_EACH)
         print(
-            layout_name,
-            largest_of_series(ranks[0].record.losses, reference.losses[start : start + STEPS_EACH]),
-            largest_of_series(ranks[0].record.norms, reference.norms[start : start + STEPS_EACH]),
+            f"{layout_name}: loss {largest_of_series(mine.losses, other.losses[steps]):.1e}, "
+            f"norm {largest_of_series(mine.norms, other.norms[steps]):.1e}"
         )
         assert not differences(ranks, reference, start, saved or ranks[0].found), layout_name
         saved = ranks[0].left
