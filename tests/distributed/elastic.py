@@ -79,10 +79,11 @@ def _train(sections: Sections, before: Before | None) -> Done:
 
 
 class Listener(Recorder):
+    whole = False
+
     def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
         self.said: list[str] = []
         super().__init__(config, ranks)
-        self.record.gradients = {"": torch.empty(0)}  # they are not compared: so none are gathered
 
     def _say(self, message: str) -> None:
         self.said.append(message)

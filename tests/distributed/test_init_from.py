@@ -22,11 +22,9 @@ MODELS = {"dense": DENSE, "experts": EXPERTS}
 LAYOUTS: dict[str, dict[str, Layout]] = {
     "dense": {
         "ddp 2": _layout(dp_replicate=2),
-        "fsdp 3": _layout(dp_shard=3),
         "tp 2 x pp 2": _layout(tp=2, pp=2, pp_microbatches=4),
     },
     "experts": {
-        "fsdp 3": _layout(dp_shard=3),
         "tp 2 x ep 2 x pp 2": _layout(tp=2, ep=2, pp=2, pp_microbatches=4),
         "hsdp 2x2 x ep 2": _layout(dp_replicate=2, dp_shard=2, ep=2),
     },
