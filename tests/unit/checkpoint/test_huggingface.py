@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.cli.processes import ROOT, environment
 from tests.unit.checkpoint.conftest import OneRank
+from tests.unit.checkpoint.conversion_memory import STATUS
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from titanlite import cli
 from titanlite.checkpoint import convert, dcp, huggingface
@@ -449,6 +450,7 @@ def test_config_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
+@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells the peak of a program")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Of 102 MB in many files of 4 MB, a few are in memory at once, both ways."""
     command = [sys.executable, "-m", "tests.unit.checkpoint.conversion_memory", str(tmp_path)]
