@@ -62,7 +62,7 @@ def huggingface_files(
         "tokenizer_class": "PreTrainedTokenizerFast",  # the one that takes tokenizer.json as it is
         "bos_token": bos,
         "eos_token": eos,
-        "add_bos_token": config.add_bos,
+        "add_bos_token": config.add_bos,  # for other programs: transformers goes by the post-processor
         "add_eos_token": False,  # after a prompt it would say that the text has ended
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.cli.processes import ROOT, environment
 from tests.unit.checkpoint.conftest import OneRank
+from tests.unit.checkpoint.conversion_memory import STATUS
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from titanlite import cli
 from titanlite.checkpoint import convert, dcp, huggingface
@@ -396,15 +400,16 @@ def test_a_model_that_transformers_does_not_have_is_refused_with_its_keys(
 
 def test_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model(small_config(n_layers=1))
+    parameters = dict(model.named_parameters())
     folder = save(tmp_path / "run", model)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         command("to-hf", folder, tmp_path / name, "--dtype", name)
-        assert torch.equal(load_all(tmp_path / name)["lm_head.weight"], model.output.weight[:257].detach().to(dtype))
+        assert torch.equal(load_all(tmp_path / name)[HEAD], parameters["output.weight"][:257].detach().to(dtype))
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert loaded.dtype == dtype
     with torch.no_grad():
-        model.layers["0"].mlp.up.weight[1, 2] = 1e5
+        parameters["layers.0.mlp.up.weight"][1, 2] = 1e5
     command("to-hf", save(tmp_path / "large", model), tmp_path / "out", "--dtype", "float16", code=2)
     assert "model.layers.0.mlp.up_proj.weight has larger values" in capsys.readouterr().err
 
@@ -429,7 +434,12 @@ def test_config_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Without it transformers loads nothing: what a kill leaves does not look whole."""
     written: list[str] = []
     write = convert.write_atomically
-    monkeypatch.setattr(convert, "write_atomically", lambda path, data: (written.append(path.name), write(path, data)))
+
+    def noted(path: Path, data: bytes) -> None:
+        written.append(path.name)
+        write(path, data)
+
+    monkeypatch.setattr(convert, "write_atomically", noted)
     out = tmp_path / "out"
     command("to-hf", save(tmp_path / "run", small_model(small_config())), out)
     assert written[-2:] == ["model.safetensors.index.json", "config.json"]
@@ -438,3 +448,14 @@ def test_config_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (out / "config.json").unlink()
     with pytest.raises((OSError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells the peak of a program")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Of 102 MB in many files of 4 MB, a few are in memory at once, both ways."""
+    command = [sys.executable, "-m", "tests.unit.checkpoint.conversion_memory", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    size, grown = map(int, done.stdout.split())
+    assert size > 100e6
+    assert grown < 40e6, f"{grown / 1e6:.1f} MB"

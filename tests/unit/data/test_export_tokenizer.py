@@ -174,8 +174,23 @@ def test_bos_comes_before_a_text_where_training_put_it(name: str, tmp_path: Path
     assert theirs("the cat")["input_ids"] == [tokenizer.bos_id, *ids]
     assert theirs("the cat", "the cat")["input_ids"] == [tokenizer.bos_id, *ids, tokenizer.bos_id, *ids]
     assert puts_bos(tmp_path / "theirs")
+    assert json.loads((tmp_path / "theirs/tokenizer_config.json").read_text())["add_bos_token"] is True
     exported(tmp_path / "without", tokenizer, config.model_copy(update={"add_bos": False}))
     assert not puts_bos(tmp_path / "without")
+
+
+def test_bos_does_not_come_before_a_text_where_training_did_not_put_it(tmp_path: Path) -> None:
+    """Whatever the files of the run's tokenizer say of it; they also keep what else they say."""
+    tokenizer_of(tmp_path / "ours", llama3(), TokenizerConfig())
+    beside = {"add_bos_token": True, "bos_token": "<|begin_of_text|>", "pad_token": "<|reserved_special_token_3|>"}
+    (tmp_path / "ours/tokenizer_config.json").write_text(json.dumps(beside))
+    (tmp_path / "ours/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    theirs = exported(tmp_path / "theirs", load_tokenizer(tmp_path / "ours"), TokenizerConfig())
+    ids = theirs("the cat")["input_ids"]
+    assert theirs.bos_token_id is not None and theirs.bos_token_id not in ids
+    assert json.loads((tmp_path / "theirs/tokenizer_config.json").read_text())["add_bos_token"] is False
+    assert theirs.pad_token == beside["pad_token"]
+    assert theirs.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False) == "the cat"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
