@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": ("titanlite.commands.verify", "compare a small copy of a run under layouts with one process"),
     "config": ("titanlite.commands.config", "print, check or list runs"),
     "checkpoint": ("titanlite.commands.checkpoint", "list, verify or show checkpoints"),
+    "convert": ("titanlite.commands.convert", "checkpoints to Hugging Face's files and back"),
 }
 
 

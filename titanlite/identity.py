@@ -26,8 +26,13 @@ _TRAIN_STATE = {"step": int, "samples": int, "tokens": int, "resumed_from": str,
 
 # Keys of [data] that no token depends on.
 _NOT_CONTENT = {"data.epochs", "data.prepare_workers", "data.num_workers", "data.cache_dir", "data.allow_change"}
-# Keys that can change what is learned from the same tokens.
-_MARKS = {f"tokenizer.{key}" for key in ("add_bos", "add_eos", "bos_token", "eos_token")} | {"data.document_mask"}
+# What makes it another run unless a key of the config accepts it: which one.
+_ACCEPTED_BY = {
+    # They can change what is learned from the same tokens.
+    **{f"tokenizer.{key}": "data.allow_change" for key in ("add_bos", "add_eos", "bos_token", "eos_token")},
+    "data.document_mask": "data.allow_change",
+    "training.global_batch_size": "training.allow_batch_change",
+}
 
 
 def check_ranks_agree(config: Config, data: str, ranks: Ranks) -> None:
@@ -53,8 +58,13 @@ def check_ranks_agree(config: Config, data: str, ranks: Ranks) -> None:
 def check_train_state(manifest: Mapping[str, Any], path: Path) -> None:
     """Raises InputError if the train state in the manifest of the checkpoint at `path` cannot be gone on from."""
     state = manifest["train_state"]
+    if state.get("weights_only"):
+        fix = f"start a run with its weights: --checkpoint.init_from {path}"
+        raise InputError(Problem("", "checkpoint.resume", f"{path}, weights only", "a checkpoint of a run", fix))
     wrong = [key for key, kind in _TRAIN_STATE.items() if type(state.get(key)) is not kind]
     wrong += [key for key in ("samples", "tokens") if key not in wrong and state[key] < 0]
+    if type(state.get("init_from", "")) is not str:  # older ones have none
+        wrong.append("init_from")
     if state.get("step") != manifest["step"]:
         wrong.append("step")
     if "data" in state:
@@ -70,10 +80,12 @@ def check_train_state(manifest: Mapping[str, Any], path: Path) -> None:
 
 
 def check_same_run(manifest: Mapping[str, Any], path: Path, *, config: Config, data: RunData) -> list[str]:
-    """What else differs from the checkpoint's run, in words. Raises InputError if it is another model, seed or data.
+    """What else differs from the checkpoint's run, in words. Raises InputError if it is another model, seed, data or
+    batch.
 
     With data.allow_change other sources, weights and document marks are accepted, and what changes in the sources is
-    left to data/phase.py to say. manifest: of the checkpoint at `path`. data: the first phase of what config names.
+    left to data/phase.py to say; with training.allow_batch_change another batch. manifest: of the checkpoint at `path`.
+    data: the first phase of what config names.
     """
     saved = manifest["config"]
     with suppress(ValidationError):  # a key that has come since had its default then
@@ -84,8 +96,12 @@ def check_same_run(manifest: Mapping[str, Any], path: Path, *, config: Config, d
     if refused:
         raise InputError(refused)
     same_data = manifest["train_state"]["data_fingerprint"] == data.fingerprint
-    told_elsewhere = {"data.allow_change"} | (set() if same_data else {"data.sources"})
-    return [f"{key} was {old.get(key)!r}, is now {new.get(key)!r}" for key in differing if key not in told_elsewhere]
+    told_elsewhere = {*_ACCEPTED_BY.values()} | (set() if same_data else {"data.sources"})
+    told = [f"{key} was {old.get(key)!r}, is now {new.get(key)!r}" for key in differing if key not in told_elsewhere]
+    torch_before = manifest["versions"].get("torch")
+    if torch_before != str(torch.__version__):  # its kernels may round otherwise
+        told.append(f"torch was {torch_before}, is now {torch.__version__}: not bitwise the run that it was")
+    return told
 
 
 def _other_run(
@@ -98,16 +114,16 @@ def _other_run(
 ) -> list[Problem]:
     """What makes it another run than the checkpoint's. old, new: the flat configs; differing: their keys."""
     fix = "set it back to resume, or start anew under another run.name"
-    allow = f"{fix}, or accept it from here on with --data.allow_change true"
+    accept = f"{fix}, or accept it from here on with --{{}} true"
     record, fingerprint = train_state.get("data"), train_state["data_fingerprint"]
     allowed_to_change = new["data.allow_change"]
 
     problems = []
     for key in differing:
-        always = key.startswith("model.") or key in ("run.seed", "training.seq_len")
-        if always or (key in _MARKS and not allowed_to_change):
+        always, by = key.startswith("model.") or key in ("run.seed", "training.seq_len"), _ACCEPTED_BY.get(key)
+        if always or (by and not new[by]):
             allowed = f"{old.get(key)!r}, as in the checkpoint"
-            problems.append(Problem(where, key, repr(new.get(key)), allowed, fix if always else allow))
+            problems.append(Problem(where, key, repr(new.get(key)), allowed, accept.format(by) if by else fix))
     if record is not None and record["tokenizer"] != data.tokenizer:
         got = f"{new['tokenizer.path']!r} (sha256 {data.tokenizer[:12]}…)"
         allowed = f"{old.get('tokenizer.path')!r} (sha256 {record['tokenizer'][:12]}…), as in the checkpoint"
@@ -121,7 +137,8 @@ def _other_run(
     allowed = f"{saved}{fingerprint[:16]}), as in the checkpoint: the same text, tokenizer, weights and seq_len"
     if allowed_to_change:
         allowed += ", since this older checkpoint does not say how far each source was read"
-    return [Problem(where, ", ".join(keys) or "data", got, allowed, fix if record is None else allow)]
+    fix = fix if record is None else accept.format("data.allow_change")
+    return [Problem(where, ", ".join(keys) or "data", got, allowed, fix)]
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -83,6 +83,7 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
     plan = make_plan(options, overrides, {**os.environ, **started})
     for warning in plan.warnings:
         say(f"warning: {warning}")
+    check_weights(plan.loaded)
     run_folder = check.run_folder(plan.loaded)
     with lock_run(run_folder, plan.nodes):
         prepare_data(plan.loaded)
@@ -283,6 +284,19 @@ def lock_run(run_folder: Path, nodes: Nodes) -> FolderLock:
     if nodes.is_main:
         probe_folder(run_folder, WORKER_LOCK)  # workers that outlived their launcher
     return lock
+
+
+def check_weights(loaded: Loaded) -> None:
+    """Raises InputError if the weights that the run is to start from are not its model's. Reads no tensor."""
+    if check.starts_from_weights(loaded):
+        from titanlite.checkpoint.initial import open_weights
+
+        checkpoint, model = loaded.config.checkpoint, loaded.config.model
+        try:
+            open_weights(Path(checkpoint.init_from), model, allow_rope_change=checkpoint.allow_rope_change)
+        except InputError as error:
+            placed = (replace(p, where=p.where or loaded.origin(p.key)) for p in error.problems)
+            raise InputError(placed) from None
 
 
 def prepare_data(loaded: Loaded) -> PreparedData:

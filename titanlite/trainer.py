@@ -51,12 +51,14 @@ class TrainState:
     samples:      samples consumed; the next step takes samples [samples, samples + global_batch_size)
     tokens:       tokens consumed
     resumed_from: the checkpoint that the run was told to start from (checkpoint.resume = PATH), if it was
+    init_from:    the folder whose weights it started with (checkpoint.init_from), if it did not start with new ones
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     resumed_from: str = ""
+    init_from: str = ""
 
 
 class DeferredScalars:
@@ -155,7 +157,7 @@ class Trainer:
         for difference in check_same_run(manifest, self.resume_path, config=self.config, data=self.data):
             self._say(f"resume: {difference}")
         train_state = manifest["train_state"]
-        self.state = TrainState(**{f.name: train_state[f.name] for f in dataclasses.fields(TrainState)})
+        self.state = TrainState(**{f.name: train_state.get(f.name, f.default) for f in dataclasses.fields(TrainState)})
         self.data, changes = resume(train_state, self.data)
         for change in changes:
             self._say(change)
@@ -211,12 +213,28 @@ class Trainer:
         self._say(f"{counts.total:,} parameters{active}, {ranks.world_size} x {ranks.device.type}")
 
     def _load_checkpoint(self) -> None:
+        """The checkpoint to resume from; if there is none, the weights to start from."""
+        init_from = self.config.checkpoint.init_from
         if self.resume_path is None:
+            if init_from:
+                self._load_weights(init_from)
             return
         assert self.checkpoints is not None
         self.checkpoints.load(self.resume_path, self._tensors())
         self.optimizer.n_updates = self.state.step
         self._say(f"resumed from {self.resume_path}: step {self.state.step}, sample {self.state.samples}")
+        if init_from:
+            self._say("checkpoint.init_from was not read: it is what a run starts from that has nothing to resume")
+
+    def _load_weights(self, path: str) -> None:
+        config = self.config
+        # With checkpoint.enable = false nothing is saved or resumed, but weights are loaded.
+        manager = self.checkpoints or CheckpointManager(
+            config.checkpoint, self.folder / "checkpoints", self.ranks, report=self._say
+        )
+        folder = manager.load_weights(Path(path), config.model, self.parameters | self.model.buffers)
+        self.state.init_from = str(folder)
+        self._say(f"weights of {folder}: all else starts anew")
 
     def _build_loader(self) -> None:
         training, ranks = self.config.training, self.ranks

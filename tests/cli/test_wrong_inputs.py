@@ -6,12 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.processes import LAUNCH, assert_refused, environment, run, write_config
+from tests.cli.processes import LAUNCH, TINY, assert_refused, environment, run, write_config
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.checksum import FileRecord
 
 ARGUMENTS = {
     "key": (["--training.step", "5"], ["training.step", "--training.steps"]),
@@ -153,3 +156,22 @@ def test_a_good_plan_takes_no_torch(tmp_path: Path) -> None:
     )
     done = run((sys.executable, "-c", code), cwd=tmp_path)
     assert done.stdout == "2 False\n", done.stderr
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    """The launcher looks at whose they are."""
+    parts = {
+        "layout": {},
+        "versions": {},
+        "train_state": {"step": 3},
+        "config": {"model": {**tomllib.loads(TINY)["model"], "dim": 64}},
+    }
+    step = tmp_path / "old/checkpoints/step-00000003"
+    step.mkdir(parents=True)
+    storage.commit(step, storage.make_manifest(3, {".metadata": FileRecord(0, None)}, parts))
+    arguments = ("--config", str(write_config(tmp_path)), "--checkpoint.init_from", str(tmp_path / "old"))
+    done = run(LAUNCH, *arguments, cwd=tmp_path)
+    assert_refused(
+        done, "nothing was started", "tiny.toml: model.dim: got 32; allowed: 64, as ", f"{step}/manifest.json says"
+    )
+    assert not (tmp_path / "outputs").exists()

@@ -111,8 +111,8 @@ def record(folder: Path, step: int) -> RunData:
     return RunData.of_record(manifest["train_state"]["data"])
 
 
-def batch(size: int) -> Sections:
-    return {"training": {"global_batch_size": size, "local_batch_size": size}}
+def batch(size: int, local: int | None = None) -> Sections:
+    return {"training": {"global_batch_size": size, "local_batch_size": local or size, "allow_batch_change": True}}
 
 
 def expected(data: RunData, shards: list[str], start: int, stop: int) -> list[list[int]]:
@@ -157,10 +157,16 @@ def test_another_tokenizer_and_seq_len_are_always_refused(text: Path, start: Pat
     assert "training.seq_len: got 16; allowed: 32, as in the checkpoint" in said and "--data.allow_change" not in said
 
 
+def test_another_batch_is_refused_unless_it_is_asked_for(text: Path, start: Path, tmp_path: Path) -> None:
+    run = copied(start, tmp_path / "run")
+    said = refusal(text, run, {"training": {"global_batch_size": 12}}, a=0.7, b=0.3)
+    assert "training.global_batch_size: got 12; allowed: 24, as in the checkpoint" in said
+    assert "--training.allow_batch_change true" in said
+
+
 def test_another_batch_goes_on_with_the_next_sample(text: Path, start: Path, tmp_path: Path) -> None:
     run = copied(start, tmp_path / "run")
-    done = train(LAYOUTS["ddp 3"][0], text, run, 4, {"training": {"global_batch_size": 30, "local_batch_size": 5}},
-                 a=0.7, b=0.3)  # fmt: skip
+    done = train(LAYOUTS["ddp 3"][0], text, run, 4, batch(30, 5), a=0.7, b=0.3)
     assert ids(done) == list(range(48, 108))
     assert samples(done) == expected(record(start, 2), done[0].shards, 48, 108)
     assert "resume: training.global_batch_size was 24, is now 30" in done[0].said
@@ -195,8 +201,7 @@ def test_another_mix_from_the_next_sample_on(text: Path, start: Path, tmp_path: 
     assert resumed[0].hash == annealed[0].hash
 
     # On two processes again, and without the key, since nothing changes.
-    last = train(LAYOUTS["fsdp 2"][0], text, one, 7, {"training": {"global_batch_size": 8, "local_batch_size": 4}},
-                 b=0.5, c=0.5)  # fmt: skip
+    last = train(LAYOUTS["fsdp 2"][0], text, one, 7, batch(8, 4), b=0.5, c=0.5)
     assert ids(last) == list(range(96, 104))
     assert samples(last) == expected(data, last[0].shards, 96, 104)
 

@@ -177,6 +177,17 @@ def test_a_checkpoint_that_was_asked_for_and_is_damaged_is_refused(text: Path, t
         train(ONE_PROCESS, text, tmp_path, 2, asked)
 
 
+def test_a_checkpoint_of_before_runs_started_from_weights_goes_on(text: Path, tmp_path: Path) -> None:
+    train(ONE_PROCESS, text, tmp_path, 1)
+    path = tmp_path / "run/checkpoints/step-00000001/manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"], manifest["train_state"]["init_from"]
+    manifest["files"] = {name: {"bytes": entry["bytes"]} for name, entry in manifest["files"].items()}
+    path.write_text(json.dumps(manifest))
+    train(ONE_PROCESS, text, tmp_path, 2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
 def test_a_finished_run_is_a_no_op(text: Path, tmp_path: Path) -> None:
     first = train(ONE_PROCESS, text, tmp_path, 2)
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
@@ -253,6 +264,7 @@ def test_a_run_told_to_start_from_a_checkpoint_goes_on_when_started_again(text: 
         ({"model": {"ffn_dim": 72}}, "model.ffn_dim"),
         ({"run": {"seed": 4}}, "run.seed"),
         ({"training": {"seq_len": 16}}, "training.seq_len"),
+        ({"training": {"global_batch_size": 12}}, "training.global_batch_size"),
         ({"data": {"validation_fraction": 0.4}}, "data.validation_fraction"),
     ],
 )
@@ -264,13 +276,14 @@ def test_another_run_is_refused(change: Sections, named: str, text: Path, tmp_pa
     assert named in str(caught.value) and "as in the checkpoint" in str(caught.value)
 
 
-def test_a_moved_folder_and_another_batch_are_not_refused(text: Path, tmp_path: Path) -> None:
+def test_a_moved_folder_and_a_batch_that_may_change_are_not_refused(text: Path, tmp_path: Path) -> None:
     train(ONE_PROCESS, text, tmp_path, 1)
     (tmp_path / "text").symlink_to(text)
     sources = [
         source | {"path": source["path"].replace(str(text), str(tmp_path / "text"))} for source in sources_of(text)
     ]
-    change: Sections = {"data": {"sources": sources}, "training": {"global_batch_size": 12, "local_batch_size": 6}}
+    batch = {"global_batch_size": 12, "local_batch_size": 6, "allow_batch_change": True}
+    change: Sections = {"data": {"sources": sources}, "training": batch}
     train(ONE_PROCESS, text, tmp_path, 3, change)
     assert [row["samples"] for row in rows(tmp_path)] == [24, 36, 48]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from titanlite.config.problems import InputError
 from titanlite.config.schema import Config
@@ -30,7 +31,8 @@ def data(source: str = "d1", *, tokenizer: str = "t1") -> RunData:
 def manifest(saved: Config, of: RunData | None = None) -> dict[str, Any]:
     of = of or data()
     state = {"data_fingerprint": of.fingerprint, "data": of.record()}
-    return {"config": saved.model_dump(mode="json"), "train_state": state}
+    versions = {"torch": str(torch.__version__)}
+    return {"config": saved.model_dump(mode="json"), "train_state": state, "versions": versions}
 
 
 def older(saved: Config) -> dict[str, Any]:
@@ -51,6 +53,9 @@ def test_what_may_change_is_told() -> None:
     now = config(training={"steps": 20}, optimizer={"lr": 1e-3})
     told = check_same_run(manifest(config()), Path("c"), config=now, data=data())
     assert told == ["optimizer.lr was 0.0003, is now 0.001", "training.steps was 10, is now 20"]
+    older_torch = {**manifest(config()), "versions": {"torch": "2.10.0"}}
+    (line,) = check_same_run(older_torch, Path("c"), config=config(), data=data())
+    assert line.startswith(f"torch was 2.10.0, is now {torch.__version__}")
 
 
 @pytest.mark.parametrize("allow_change", [False, True])
@@ -97,6 +102,20 @@ def test_other_data_is_refused_unless_allowed(changes: dict[str, Any], now: RunD
     assert not [line for line in told if line.startswith(("data.allow_change", "data.sources"))], "told by phase.py"
     if key not in ("data", "data.sources"):
         assert any(line.startswith(f"{key} was ") for line in told)
+
+
+def test_another_batch_is_refused_unless_allowed() -> None:
+    for also in ({}, ALLOWED):
+        with pytest.raises(InputError) as caught:
+            check_same_run(
+                manifest(config()), Path("c"), config=config(training={"global_batch_size": 6}, **also), data=data()
+            )
+        (problem,) = caught.value.problems
+        assert problem.key == "training.global_batch_size" and problem.got == "6"
+        assert problem.allowed == "4, as in the checkpoint" and "--training.allow_batch_change true" in problem.fix
+    allowed = config(training={"global_batch_size": 6, "allow_batch_change": True})
+    told = check_same_run(manifest(config()), Path("c"), config=allowed, data=data())
+    assert told == ["training.global_batch_size was 4, is now 6"]
 
 
 def test_the_same_data_under_allow_change_says_nothing_and_a_moved_path_is_told() -> None:
@@ -161,6 +180,8 @@ def test_places_are_not_compared() -> None:
         ({"step": 2}, "train_state.step: got 2"),
         ({"data_fingerprint": None}, "train_state.data_fingerprint: got None"),
         ({"data": {"start": 0}}, "train_state.data: got"),
+        ({"init_from": 1}, "train_state.init_from: got 1"),
+        ({"weights_only": True}, "checkpoint.resume: got c, weights only"),
     ],
 )
 def test_a_train_state_that_makes_no_sense_is_one_problem(change: Any, named: str) -> None:

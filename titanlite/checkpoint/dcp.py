@@ -16,9 +16,9 @@ import io
 import os
 import pathlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,13 +26,20 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.checksum import FileRecord, HashedFile
 from titanlite.checkpoint.storage import METADATA, CheckpointError, is_tensor_file
+from titanlite.config.problems import Problem
 from titanlite.files import fsync_folder
 
 if TYPE_CHECKING:
@@ -214,6 +221,78 @@ class _Source(DefaultSavePlanner):
         return _local(self._tensors[write_item.index.fqn])
 
 
+# ---- save without a run
+
+STREAMED_FILE_BYTES = 1 << 30  # DCP keeps the tensors of a file in memory until it is written
+STREAMED_PIECE_BYTES = 1 << 28
+
+
+def write_streamed(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor],
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, FileRecord]:
+    """Write float32 tensors of these shapes, which need not fit into memory; returns the files, on the disk.
+
+    read(key, offsets, lengths): a block of a tensor, float32, at most STREAMED_PIECE_BYTES but for a single row.
+    report: called with the bytes that are written and those of all. The files are as if each were another rank's.
+    """
+    plans: list[list[WriteItem]] = [[]]
+    size = 0
+    for key, shape in shapes.items():
+        properties = TensorProperties(dtype=torch.float32)
+        for chunk in _pieces(shape):
+            item = WriteItem(
+                MetadataIndex(key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, shape),
+            )
+            if plans[-1] and size + 4 * chunk.sizes.numel() > STREAMED_FILE_BYTES:
+                plans.append([])
+                size = 0
+            plans[-1].append(item)
+            size += 4 * chunk.sizes.numel()
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    merged, metadata = planner.create_global_plan([SavePlan(items) for items in plans])
+    source, total = _Streamed(read), 4 * sum(shape.numel() for shape in shapes.values())
+    files: dict[str, FileRecord] = {}
+    results = []
+    done = 0
+    for plan in FileSystemWriter("").prepare_global_plan(merged):
+        writer, written = _writer(folder)
+        writer.per_thread_copy_ahead = 0
+        with written.errors():
+            writing = writer.write_data(plan, source)
+            writing.wait()
+        files |= written.records()
+        results.append(writing.value())
+        done += sum(4 * item.tensor_data.chunk.sizes.numel() for item in plan.items if item.tensor_data)
+        report(done, total)
+    return files | write_metadata(folder, Plan([], SavePlan([]), metadata), results).files
+
+
+def _pieces(shape: torch.Size) -> Iterator[ChunkStorageMetadata]:
+    """Blocks of whole rows."""
+    rows = max(1, STREAMED_PIECE_BYTES // (4 * max(1, shape[1:].numel())))
+    for row in range(0, shape[0], rows):
+        sizes = torch.Size((min(rows, shape[0] - row), *shape[1:]))
+        yield ChunkStorageMetadata(torch.Size((row, *(0 for _ in shape[1:]))), sizes)
+
+
+class _Streamed(DefaultSavePlanner):
+    """Makes each block when the writer comes to it."""
+
+    def __init__(self, read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return self._read(write_item.index.fqn, chunk.offsets, chunk.sizes)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -274,8 +353,8 @@ _METADATA_CLASSES: dict[str, tuple[Any, ...]] = {
         MetadataIndex,
         dcp_metadata.StorageMeta,
         TensorStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.TensorProperties,
+        ChunkStorageMetadata,
+        TensorProperties,
         dcp_metadata._MEM_FORMAT_ENCODING,
     ),
 }
@@ -297,18 +376,77 @@ def saved_tensors(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.
     return {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
 
 
+def differences(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
+    """How a checkpoint's tensors differ from the model's: missing, unexpected, other shape or dtype.
+
+    Both: key -> (shape, dtype), as saved_tensors.
+    """
+
+    def some(keys: list[str]) -> str:
+        return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+    fix = "use the [model] section it was saved with (in its manifest.json under config)"
+    problems = []
+    missing = sorted(wanted.keys() - saved.keys())
+    if missing:
+        problems.append(Problem(str(path), some(missing), "not in the checkpoint", "every tensor of the model", fix))
+    unexpected = sorted(saved.keys() - wanted.keys())
+    if unexpected:
+        problems.append(Problem(str(path), some(unexpected), "not in the model", "only tensors of the model", fix))
+    other = sorted(key for key in wanted.keys() & saved.keys() if wanted[key] != saved[key])
+    if other:
+        key = other[0]
+        problems.append(Problem(str(path), some(other), _show(saved[key]), f"{_show(wanted[key])} for {key}", fix))
+    return problems
+
+
+def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{tensor[1]} of shape {list(tensor[0])}"
+
+
+def resize_rows(metadata: Metadata, key: str, rows: int, read: int) -> None:
+    """Describe a saved tensor as one of `rows` rows, of which the first `read` are those that are in the files. Of the
+    others nothing is read: a load leaves them as they are."""
+    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
+    chunks = []
+    for chunk in entry.chunks:
+        left = min(chunk.sizes[0], read - chunk.offsets[0])
+        if left > 0:
+            chunks.append(ChunkStorageMetadata(chunk.offsets, torch.Size((left, *chunk.sizes[1:]))))
+    metadata.state_dict_metadata[key] = replace(entry, size=torch.Size((rows, *entry.size[1:])), chunks=chunks)
+
+
 def read_tensors(folder: Path, tensors: Tensors, channel: ObjectChannel) -> None:
     """Load into `tensors` in place, each rank what it holds. Collective. Raises CheckpointError.
 
     Not dcp.load, which has collectives of its own and reads the metadata with an unrestricted pickle.load.
     """
+    agree(channel, f"loading {folder}", lambda: read_into(folder, read_metadata(folder), tensors))
 
-    def load() -> None:
-        reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-        metadata = read_metadata(folder)
-        planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-        reader.read_data(plan, planner).wait()
 
-    agree(channel, f"loading {folder}", load)
+def read_into(folder: Path, metadata: Metadata, tensors: Tensors) -> None:
+    """What read_tensors does on one rank. metadata: of that folder, from read_metadata, or as
+    resize_rows has changed it."""
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+def fill_local(tensors: Tensors, read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]) -> None:
+    """Fill this rank's part of `tensors` in place from read(key, offsets, lengths), which returns that block of the
+    whole tensor on the CPU, in any dtype. It is asked for what this rank holds, and nothing else."""
+    whole = {
+        key: TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            tensor.shape,
+            [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)],
+        )
+        for key, tensor in tensors.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), Metadata(cast(Any, whole)), is_coordinator=True)
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(read(item.storage_index.fqn, item.storage_offsets, item.lengths))

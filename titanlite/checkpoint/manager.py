@@ -26,9 +26,10 @@ import torch
 import titanlite
 from titanlite.checkpoint import dcp, storage
 from titanlite.checkpoint.checksum import FileRecord
+from titanlite.checkpoint.initial import InitialWeights, open_weights
 from titanlite.checkpoint.storage import CheckpointError, DamagedError
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import CheckpointConfig
+from titanlite.config.schema import CheckpointConfig, ModelConfig
 
 if TYPE_CHECKING:
     from titanlite.parallel.runtime import Ranks
@@ -96,7 +97,8 @@ class CheckpointManager:
         self._failed = False  # the last save
         self._verified: Path | None = None  # the last checkpoint whose files have all been read and found right
         self._figures: dict[str, float] = {}
-        self._check_shared()
+        if config.enable:  # else nothing is written
+            self._check_shared()
 
     def _check_shared(self) -> None:
         """Raises CheckpointError, on all ranks, if they do not all see and write the same folder: better at the start
@@ -374,7 +376,9 @@ class CheckpointManager:
             manifest = storage.read_manifest(path)
             metadata = dcp.read_metadata(path)
             saved = dcp.saved_tensors(metadata)
-            problems = _differences(path, saved, {key: value for part in wanted or [] for key, value in part.items()})
+            problems = dcp.differences(
+                path, saved, {key: value for part in wanted or [] for key, value in part.items()}
+            )
             if problems:
                 raise InputError(problems)
             if unknown := dcp.tensor_files(metadata) - manifest["files"].keys():
@@ -386,6 +390,35 @@ class CheckpointManager:
         if path.resolve().parent == self.folder.resolve():
             self._step_on_disk = manifest["step"]
         return manifest
+
+    def load_weights(self, path: Path, model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Path:
+        """Fill `tensors` in place with the weights that `path` names, whatever layout they were saved under.
+
+        path:    as checkpoint.init_from
+        tensors: parameters and persistent buffers of `model` by FQN; each rank reads what it holds
+        Returns the folder that they came from. Raises InputError (DamagedError, if a checkpoint is damaged) before any
+        tensor is touched; CheckpointError if reading fails.
+        """
+
+        def opened(place: Path) -> InitialWeights:
+            return open_weights(place, model, allow_rope_change=self.config.allow_rope_change)
+
+        def look() -> tuple[Path, bool]:
+            found = opened(path)
+            return found.folder, found.of_titanlite
+
+        folder, of_titanlite = self._on_main(look)
+        if of_titanlite:
+            self._report(self._verify(folder))
+            self._verified = None
+        weights = dcp.agree(self._channel, f"opening {folder}", lambda: opened(folder))
+        identities = self._channel.all_gather(weights.identity)
+        if other := [rank for rank, identity in enumerate(identities) if identity != identities[0]]:
+            raise CheckpointError(f"{folder} holds other weights on the machine of rank {other[0]} than on rank 0's")
+        dcp.agree(self._channel, f"loading {folder}", lambda: weights.fill(tensors))
+        for note in weights.notes:
+            self._report(note)
+        return folder
 
     def _verify(self, folder: Path) -> str:
         """Read every file of a committed checkpoint, each rank its share; returns a line that says so.
@@ -461,28 +494,3 @@ def _none_is_good(checkpoints: Path, damaged: Sequence[tuple[Path, Sequence[Prob
     allowed = "a usable checkpoint, or none: starting anew would throw this run's progress away"
     first = Problem("", str(checkpoints), "only checkpoints that cannot be used", allowed, fix)
     return [first, *(replace(problem, fix="") for _, problems in damaged for problem in problems)]
-
-
-def _differences(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
-    """How a checkpoint's tensors differ from the model's: missing, unexpected, other shape or dtype."""
-
-    def some(keys: list[str]) -> str:
-        return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-
-    fix = "use the [model] section it was saved with (in its manifest.json under config)"
-    problems = []
-    missing = sorted(wanted.keys() - saved.keys())
-    if missing:
-        problems.append(Problem(str(path), some(missing), "not in the checkpoint", "every tensor of the model", fix))
-    unexpected = sorted(saved.keys() - wanted.keys())
-    if unexpected:
-        problems.append(Problem(str(path), some(unexpected), "not in the model", "only tensors of the model", fix))
-    other = sorted(key for key in wanted.keys() & saved.keys() if wanted[key] != saved[key])
-    if other:
-        key = other[0]
-        problems.append(Problem(str(path), some(other), _show(saved[key]), f"{_show(wanted[key])} for {key}", fix))
-    return problems
-
-
-def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
-    return f"{tensor[1]} of shape {list(tensor[0])}"

@@ -407,6 +407,8 @@ def file_problems(loaded: Loaded) -> list[Problem]:
             problems.append(_problem(loaded, key, "a folder that can be made and written", obstacle))
     if config.checkpoint.enable:
         problems += _resume(loaded)
+    if starts_from_weights(loaded):
+        problems += _init_from(loaded)
     return problems
 
 
@@ -477,6 +479,35 @@ def _resume(loaded: Loaded) -> list[Problem]:
     return [_problem(loaded, "checkpoint.resume", "a committed checkpoint: a folder with a manifest.json", fix)]
 
 
+def starts_from_weights(loaded: Loaded) -> bool:
+    """Whether checkpoint.init_from will be read: it is what a run starts from that has nothing to resume."""
+    checkpoint = loaded.config.checkpoint
+    if not checkpoint.init_from:
+        return False
+    resumes = checkpoint.resume not in ("auto", "never") or _has_checkpoints(run_folder(loaded))
+    return not (checkpoint.enable and resumes)
+
+
+def _has_checkpoints(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*/manifest.json"))
+
+
+def _init_from(loaded: Loaded) -> list[Problem]:
+    """Whether there are weights, and of which kind. What is in them is looked at by the launcher, with torch."""
+    key, path = "checkpoint.init_from", loaded.config.checkpoint.init_from
+    allowed = "a step folder, a run folder with a checkpoint, or the folder of a Hugging Face model"
+    if not os.path.isdir(path):
+        fix = f"{path} is a file: give its folder" if os.path.exists(path) else _not_there(path)
+        return [_problem(loaded, key, allowed, fix)]
+    folder = Path(path)
+    if any((folder / name).is_file() for name in ("manifest.json", "config.json")) or _has_checkpoints(folder):
+        return []
+    if any(folder.glob("step-*/manifest.json")):
+        return []
+    fix = "it has no manifest.json, no config.json, and no checkpoints/step-N with a manifest.json"
+    return [_problem(loaded, key, allowed, fix)]
+
+
 # --- warnings ---
 
 
@@ -530,6 +561,9 @@ def _embedded(loaded: Loaded) -> list[str]:
     return []
 
 
+_ALWAYS_READ = ("checkpoint.init_from", "checkpoint.allow_rope_change")  # also where nothing is saved
+
+
 def _switched_off(loaded: Loaded) -> list[str]:
     """Keys given beside, or after, an enable = false that makes them idle."""
     found = []
@@ -537,7 +571,7 @@ def _switched_off(loaded: Loaded) -> list[str]:
         if getattr(loaded.config, section).enable:
             continue
         off_by = loaded.origin(f"{section}.enable")
-        keys = [key for key in _chosen(loaded, section) if key != f"{section}.enable"]
+        keys = [key for key in _chosen(loaded, section) if key not in (f"{section}.enable", *_ALWAYS_READ)]
         # Switching a section of the file off on the command line is no mistake.
         idle = [key for key in keys if off_by != COMMAND_LINE or loaded.origin(key) == COMMAND_LINE]
         if idle:
@@ -548,16 +582,20 @@ def _switched_off(loaded: Loaded) -> list[str]:
 def _checkpoint_warnings(loaded: Loaded) -> list[str]:
     checkpoint = loaded.config.checkpoint
     folder = run_folder(loaded) / "checkpoints"
-    if not checkpoint.enable:
-        if not any(folder.glob("step-*/manifest.json")):
-            return []
-        return [
-            f"checkpoint.enable is false: what is in {folder} is not gone on from. The run starts anew, and the "
-            "metrics of the earlier one are set aside."
-        ]
     found = []
+    if checkpoint.allow_rope_change and not checkpoint.init_from:
+        found.append("checkpoint.allow_rope_change: ignored without checkpoint.init_from.")
+    if not checkpoint.enable:
+        if _has_checkpoints(run_folder(loaded)):
+            found.append(
+                f"checkpoint.enable is false: what is in {folder} is not gone on from. The run starts anew, and the "
+                "metrics of the earlier one are set aside."
+            )
+        return found
     if checkpoint.walltime and not checkpoint.before_walltime:
         found.append("checkpoint.walltime: ignored while checkpoint.before_walltime is 0.")
+    if checkpoint.init_from and checkpoint.resume not in ("auto", "never"):
+        found.append("checkpoint.init_from: ignored while checkpoint.resume is the path of a checkpoint.")
     if checkpoint.keep_every and checkpoint.keep_latest_k == 0:
         found.append("checkpoint.keep_every: ignored while checkpoint.keep_latest_k is 0, which keeps all checkpoints.")
     elif checkpoint.keep_every % checkpoint.interval:

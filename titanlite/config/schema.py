@@ -205,6 +205,11 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     seq_len: Size = Field(description="Tokens of a sample.")
     global_batch_size: Size = Field(description="Samples of an optimizer step, over all ranks.")
+    allow_batch_change: bool = Field(
+        False,
+        description="At resume, accept another global_batch_size than the checkpoint's: the run goes on with the next "
+        "sample, the learning rate with the next step. Gives up that this file alone reproduces the run.",
+    )
     local_batch_size: Positive = Field(
         1,
         description="Most samples a rank puts through one forward pass, or one run of a pipeline's schedule; the rest "
@@ -326,6 +331,16 @@ class CheckpointConfig(Section):
         "auto",
         description='"auto": from the newest checkpoint of the run folder, if any. "never": refused when there is one. '
         "Else the path of a step folder.",
+    )
+    init_from: str = Field(
+        "",
+        description="Weights to start from when there is nothing to resume: a step folder, a run folder (its newest "
+        "checkpoint), or the folder of a Hugging Face model. Steps, optimizer, learning rate and data start anew.",
+    )
+    allow_rope_change: bool = Field(
+        False,
+        description="With init_from, accept another model.rope_theta and model.rope_scaling than the weights were made "
+        "with, for longer sequences. Gives up that the run starts with the loss that the weights had.",
     )
     grace_seconds: Positive = Field(
         600, description="How long the ranks may take to save once a signal has asked for it; then they are ended."

@@ -48,11 +48,16 @@ class Record:
 
 
 class Recorder(Trainer):
-    """The trainer, watched from outside: what it computes is not touched."""
+    """The trainer, watched from outside: what it computes is not touched.
+
+    whole: initial weights and gradients are gathered, to be compared
+    """
+
+    whole = True
 
     def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
         super().__init__(config, ranks)
-        init_hash = tensors_hash(full_tensors(self.parameters).items())
+        init_hash = tensors_hash(full_tensors(self.parameters).items()) if self.whole else ""
         self.record = Record(data_rank=ranks.data_rank, data_size=ranks.data_size, init_hash=init_hash)
         step, self.optimizer.step = self.optimizer.step, self._step  # type: ignore[method-assign]
         self._optimizer_step = step
@@ -60,7 +65,7 @@ class Recorder(Trainer):
     def _step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         self._optimizer_step(lr, grad_scale, found_inf)
         self.record.lrs.append(lr)
-        if not self.record.gradients:
+        if self.whole and not self.record.gradients:
             found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             self.record.gradients = full_tensors(found)
 

@@ -491,6 +491,36 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
     assert machine_problems(make("--checkpoint.resume=nowhere", "--checkpoint.enable=false"), 0) == []
 
 
+def test_weights_to_start_from(make: Make, write: Write, tmp_path: Path) -> None:
+    step = tmp_path / "outputs/old/checkpoints/step-00000010"
+    step.mkdir(parents=True)
+    (tmp_path / "llama").mkdir()
+    for path, words in (
+        ("outputs/old", "no checkpoints/step-N with a manifest.json"),
+        ("outputs/od", "did you mean outputs/old?"),
+        ("run.toml", "run.toml is a file: give its folder"),
+        ("llama", "no config.json"),
+    ):
+        (problem,) = machine_problems(make(f"--checkpoint.init_from={path}"), 0)
+        assert problem.key == "checkpoint.init_from" and words in problem.fix
+        assert problem.allowed.startswith("a step folder, a run folder with a checkpoint, or the folder of a Hugging")
+    (step / "manifest.json").write_text("{}")
+    (tmp_path / "llama/config.json").write_text("{}")
+    for path in (str(step), "outputs/old", "outputs/old/checkpoints", "llama"):
+        assert machine_problems(make(f"--checkpoint.init_from={path}"), 0) == []
+
+    # What will not be read need not be there.
+    missing = "--checkpoint.init_from=nowhere"
+    assert machine_problems(make(missing, f"--checkpoint.resume={step}"), 0) == []
+    assert machine_problems(make(missing, "--checkpoint.enable=false"), 0)
+    own = tmp_path / "outputs/run/checkpoints/step-00000001"
+    own.mkdir(parents=True)
+    assert machine_problems(make(missing), 0), "not committed"
+    (own / "manifest.json").write_text("{}")
+    assert machine_problems(make(missing), 0) == []
+    assert machine_problems(make(missing, "--checkpoint.enable=false"), 0), "nothing is resumed"
+
+
 # --- warnings ---
 
 
@@ -498,6 +528,12 @@ def test_resume_path(make: Make, write: Write, tmp_path: Path) -> None:
     ("overrides", "world", "words"),
     [
         (["--parallelism.zero_stage=2"], 1, "zero_stage = 2: ignored, one process shards nothing"),
+        (
+            ["--checkpoint.init_from=a", "--checkpoint.resume=b"],
+            1,
+            "checkpoint.init_from: ignored while checkpoint.resume is the path",
+        ),
+        (["--checkpoint.allow_rope_change=true"], 1, "checkpoint.allow_rope_change: ignored without checkpoint.init_"),
         (["--parallelism.zero_stage=2", "--parallelism.dp_replicate=2"], 2, "ignored, whole replicas"),
         (["--training.local_batch_size=5"], 1, "local_batch_size = 5: 4 is used"),
         (["--training.mixed_precision_reduce=bfloat16"], 1, "mixed_precision_reduce: ignored"),

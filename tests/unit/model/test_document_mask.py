@@ -170,14 +170,14 @@ def test_the_model_is_that_of_each_document_alone(
 def test_logits_and_gradients_of_transformers() -> None:
     """An independent implementation, given the mask as a 4-D tensor."""
     pytest.importorskip("transformers")
-    from tests.unit.model.test_huggingface import our_name, reference_model
+    from tests.unit.model.test_huggingface import in_their_names, reference_model
 
     config = small_config()
     model, reference = small_model(config), reference_model(config)
-    ours = dict(model.named_parameters())
+    ours = in_their_names(config, dict(model.named_parameters()))
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            parameter.copy_(ours[our_name(name)][: parameter.shape[0]])
+            parameter.copy_(ours[name][: parameter.shape[0]])
     tokens, labels = batch(config)
     hidden = torch.ones(3, 1, 24, 24, dtype=torch.bool)
     for i, row in enumerate(ROWS):
@@ -191,7 +191,7 @@ def test_logits_and_gradients_of_transformers() -> None:
     assert difference(model(tokens, documents=documents), wanted) < 1e-5
     model(tokens, labels, documents=documents).backward()
     for name, parameter in reference.named_parameters():
-        gradient = ours[our_name(name)].grad
+        gradient = ours[name].grad
         assert gradient is not None and parameter.grad is not None
         assert difference(gradient[: parameter.shape[0]], parameter.grad) < 1e-5, name
 

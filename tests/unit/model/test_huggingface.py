@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.unit.model.helpers import batch, difference, small_config, small_model
+from titanlite.checkpoint.huggingface import model_type, their_names
 from titanlite.config.schema import ModelConfig, RopeScalingConfig
 from titanlite.model.attention import rope_inverse_frequencies, rope_tables
 
@@ -50,12 +51,9 @@ def reference_model(config: ModelConfig) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**arguments))
 
 
-def our_name(name: str) -> str:
-    """transformers' parameter name -> ours."""
-    name = name.removeprefix("model.").replace("lm_head.", "output.").replace("embed_tokens.", "embedding.")
-    name = name.replace("input_layernorm", "attention_norm").replace("post_attention_layernorm", "mlp_norm")
-    name = re.sub(r"self_attn\.([qkvo])_proj", r"attention.w\1", name).replace("self_attn.", "attention.")
-    return re.sub(r"mlp\.(gate|up|down)_proj", r"mlp.\1", name)
+def in_their_names(config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters, or their gradients, as transformers' parameters of a dense model, with padding rows."""
+    return {name: tensor for fqn, tensor in ours.items() for name in their_names(fqn, model_type(config), 0)}
 
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -88,10 +86,10 @@ def test_logits_and_every_gradient(case: str, chunk_tokens: int) -> None:
     config = small_config(**changes)
     model = small_model(config, loss_chunk_tokens=chunk_tokens)
     reference = reference_model(config)
-    ours = dict(model.named_parameters())
+    ours = in_their_names(config, dict(model.named_parameters()))
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            parameter.copy_(ours[our_name(name)][: parameter.shape[0]])
+            parameter.copy_(ours[name][: parameter.shape[0]])
     tokens, labels = batch(config)
     positions = torch.arange(offset, offset + tokens.shape[1])
 
@@ -107,11 +105,11 @@ def test_logits_and_every_gradient(case: str, chunk_tokens: int) -> None:
     assert abs(got_loss.item() / loss.item() - 1) < 1e-6
     seen = set()
     for name, parameter in reference.named_parameters():
-        gradient = ours[our_name(name)].grad
+        gradient = ours[name].grad
         assert gradient is not None and parameter.grad is not None
         assert difference(gradient[: parameter.shape[0]], parameter.grad) < 1e-5, name
         assert gradient[parameter.shape[0] :].count_nonzero() == 0, "padding rows must have no gradient"
-        seen.add(our_name(name))
+        seen.add(name)
     assert seen == set(ours), "every parameter was compared"
 
 

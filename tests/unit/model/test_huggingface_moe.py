@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.model.helpers import batch, difference, small_config, small_model
-from tests.unit.model.test_huggingface import our_name, their_arguments
+from tests.unit.model.test_huggingface import their_arguments
+from titanlite.checkpoint.huggingface import is_stacked, their_names
 from titanlite.config.schema import ModelConfig, MoEConfig
 
 transformers = pytest.importorskip("transformers")
@@ -30,16 +32,19 @@ def reference_model(config: ModelConfig, qwen: bool) -> Any:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**arguments))
 
 
-def in_their_layout(name: str, ours: dict[str, Tensor]) -> Tensor:
-    """Of transformers' parameter `name`: our tensor. They stack gate on up, [E, 2 expert_dim, dim]."""
-    if name.endswith("experts.gate_up_proj"):
-        experts = our_name(name.removesuffix(".gate_up_proj"))
-        return torch.cat((ours[f"{experts}.gate"], ours[f"{experts}.up"]), dim=1)
-    if name.endswith("experts.down_proj"):
-        return ours[our_name(name.removesuffix("_proj"))]
-    if name.endswith("mlp.gate.weight"):
-        return ours[our_name(name.replace("mlp.gate.", "mlp.router."))]
-    return ours[our_name(name)]
+def in_their_layout(config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters, or their gradients, as those of transformers' modules, with padding rows.
+
+    These are named as Qwen3-MoE's files are, and stacked: gate on up, [E, 2 expert_dim, dim].
+    """
+    theirs: dict[str, Tensor] = {}
+    for fqn, tensor in ours.items():
+        first, *_ = their_names(fqn, "qwen3_moe", config.moe.n_experts)
+        theirs[first.replace(".experts.0.", ".experts.").removesuffix(".weight" if is_stacked(fqn) else "")] = tensor
+    for name in [name for name in theirs if name.endswith("experts.gate_proj")]:
+        parts = theirs.pop(name), theirs.pop(name.replace("gate_proj", "up_proj"))
+        theirs[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts, dim=1)
+    return theirs
 
 
 CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
@@ -67,10 +72,10 @@ def test_logits_and_every_gradient(case: str) -> None:
     config = small_config(moe=MoEConfig(expert_dim=40, **moe), **changes)
     model = small_model(config)
     reference = reference_model(config, qwen)
-    ours: dict[str, Tensor] = dict(model.named_parameters())
+    ours = in_their_layout(config, dict(model.named_parameters()))
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            parameter.copy_(in_their_layout(name, ours)[: parameter.shape[0]])
+            parameter.copy_(ours[name][: parameter.shape[0]])
     tokens, labels = batch(config)
 
     wanted = reference(tokens, use_cache=False).logits
@@ -82,10 +87,10 @@ def test_logits_and_every_gradient(case: str) -> None:
 
     assert difference(got, wanted) < 1e-5
     assert abs(got_loss.item() / loss.item() - 1) < 1e-6
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = in_their_layout(config, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     compared = 0
     for name, parameter in reference.named_parameters():
-        gradient = in_their_layout(name, gradients)[: parameter.shape[0]]
+        gradient = gradients[name][: parameter.shape[0]]
         assert parameter.grad is not None
         if moe["top_k"] == 1 and config.moe.route_norm and "mlp.gate." in name:
             assert gradient.abs().max() < 1e-5, "the weight of the one expert is always 1"
