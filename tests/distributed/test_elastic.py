@@ -141,10 +141,10 @@ def test_a_chain_of_layouts_is_the_unbroken_run(name: str, text: Path, tmp_path:
         assert not differences(ranks, reference, start, saved or ranks[0].found), layout_name
         saved = ranks[0].left
     length = merge(BASE, sections)["training"]["seq_len"]
-    steps = len(layouts) * STEPS_EACH
+    done = len(layouts) * STEPS_EACH
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["samples"], row["tokens"]) for row in rows] == [
-        (step, step * BATCH, step * BATCH * length) for step in range(1, steps + 1)
+        (step, step * BATCH, step * BATCH * length) for step in range(1, done + 1)
     ]
 
 
