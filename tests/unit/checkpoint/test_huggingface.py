@@ -22,9 +22,10 @@ from tests.unit.checkpoint.conversion_memory import STATUS
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from titanlite import cli
 from titanlite.checkpoint import convert, dcp, huggingface
-from titanlite.checkpoint.huggingface import HuggingFaceWeights, model_section, parameter_shapes
+from titanlite.checkpoint.huggingface import HuggingFaceWeights, make_config, model_section, parameter_shapes
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import step_folder
+from titanlite.config.load import load
 from titanlite.config.problems import InputError
 from titanlite.config.schema import CheckpointConfig, ModelConfig, MoEConfig, RopeScalingConfig
 from titanlite.model.transformer import Transformer
@@ -159,6 +160,21 @@ def test_a_permuted_weight_would_be_seen(fault: str, tmp_path: Path, monkeypatch
     tokens, _ = batch(model.config)
     with torch.no_grad():
         assert difference(model(tokens), logits(tmp_path / "out", tokens)) > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "train_configs").glob("*.toml")))
+def test_shipped_models_are_transformers_with_as_many_parameters(name: str) -> None:
+    model = load(str(ROOT / f"train_configs/{name}.toml")).config.model
+    if name == "llama_debug_moe":
+        with pytest.raises(InputError, match=r"model\.moe\.score_func"):
+            make_config(model, max_position_embeddings=8192, dtype="bfloat16")
+        return
+    config = make_config(model, max_position_embeddings=8192, dtype="bfloat16")
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    pieces = convert.pieces_of(model)
+    assert sum(p.numel() for p in theirs.parameters()) == sum(piece.shape.numel() for piece in pieces)
+    assert len({piece.name for piece in pieces}) == len(pieces)
 
 
 # ---- from transformers
