@@ -318,6 +318,7 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data[:-8])
 
 
+ONE = "model-00001-of-00001.safetensors"
 Q_PROJ, HEAD = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickles": (without_safetensors, "pytorch_model.bin, a pickle: to read one can run any code"),
@@ -442,6 +443,8 @@ def test_large_tensors_are_converted_in_parts(tmp_path: Path, monkeypatch: pytes
     read = read_checkpoint(tmp_path / "back/step-00000000", model.config)
     assert all(torch.equal(read[fqn], p) for fqn, p in model.named_parameters())
     assert cli.main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
+    command("to-hf", tmp_path / "back", tmp_path / "again")
+    assert (tmp_path / "again" / ONE).read_bytes() == (tmp_path / "out" / ONE).read_bytes()
     with safe_open(next(tmp_path.glob("out/*.safetensors")), "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
