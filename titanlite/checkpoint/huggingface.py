@@ -258,9 +258,10 @@ def model_section(folder: Path) -> dict[str, Any]:
         }
     if kind == "qwen3_moe":
         dense = config.get("mlp_only_layers") or []
-        if dense != list(range(len(dense))):
-            allowed = "the first layers: [0, 1, …], or []"
-            problems.append(Problem(path, "mlp_only_layers", shown(dense), allowed, "titanlite has no other order"))
+        if not isinstance(dense, list) or dense != list(range(len(dense))):
+            allowed, fix = "the first layers: [0, 1, …], or []", "titanlite has no other order: take another model"
+            problems.append(Problem(path, "mlp_only_layers", shown(dense), allowed, fix))
+            dense = []
         section["moe"] = {
             "n_experts": get("num_experts", "num_local_experts"),
             "top_k": get("num_experts_per_tok"),

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             Problem(COMMAND_LINE, "PATH", got, "files that can be read", "change their permissions")
         ) from None
     except (CheckpointError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             say(f"the disk is full ({error.filename or options.out}): make room, or name another place")
         else:
             say(str(error))

@@ -365,6 +365,24 @@ def test_what_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("mixtral", "sliding_window", 4096),
+        ("qwen3", "use_sliding_window", True),
+        ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "mlp_only_layers", [1]),
+        ("qwen3_moe", "mlp_only_layers", "0"),
+    ],
+)
+def test_features_that_titanlite_does_not_have(name: str, key: str, value: object, tmp_path: Path) -> None:
+    made_by_transformers(tmp_path, name)
+    change(tmp_path, **{key: value})
+    with pytest.raises(InputError) as caught:
+        model_section(tmp_path)
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
 def test_a_copy_of_a_tied_table_and_old_buffers_are_taken(tmp_path: Path) -> None:
     made_by_transformers(tmp_path / "theirs", "llama")
     tensors = load_file(tmp_path / "theirs/model.safetensors")
