@@ -107,7 +107,7 @@ def to_huggingface(options: argparse.Namespace) -> None:
     manifest = storage.read_manifest(folder)
     model = _model_of(folder, manifest)
     from titanlite.checkpoint import convert
-    from titanlite.checkpoint.huggingface import model_type
+    from titanlite.checkpoint.huggingface_model import model_type
 
     kind = model_type(model)  # before anything takes time
     seq_len = _context_length(manifest, model)
@@ -205,7 +205,8 @@ def _bytes(text: str) -> int:
 
 def from_huggingface(options: argparse.Namespace) -> None:
     from titanlite.checkpoint import convert
-    from titanlite.checkpoint.huggingface import HuggingFaceWeights, model_section, read_config
+    from titanlite.checkpoint.huggingface import HuggingFaceWeights
+    from titanlite.checkpoint.huggingface_model import model_section, read_config
 
     section = model_section(options.source)
     model = ModelConfig.model_validate(section)

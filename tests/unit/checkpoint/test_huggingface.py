@@ -21,8 +21,9 @@ from tests.unit.checkpoint.conftest import OneRank
 from tests.unit.checkpoint.conversion_memory import STATUS
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from titanlite import cli
-from titanlite.checkpoint import convert, dcp, huggingface
-from titanlite.checkpoint.huggingface import HuggingFaceWeights, make_config, model_section, parameter_shapes
+from titanlite.checkpoint import convert, dcp, huggingface_model
+from titanlite.checkpoint.huggingface import HuggingFaceWeights, architecture
+from titanlite.checkpoint.huggingface_model import make_config, model_section, parameter_shapes, their_names
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import step_folder
 from titanlite.config.load import load
@@ -149,13 +150,12 @@ def test_a_permuted_weight_would_be_seen(fault: str, tmp_path: Path, monkeypatch
         return tensor
 
     monkeypatch.setattr(convert._Source, "get", wrong)
-    names = dict(huggingface._EXPERT_NAMES["mixtral"])
+    names = dict(huggingface_model._EXPERT_NAMES["mixtral"])
     if fault == "gate and up":
         names["mlp.experts.gate"], names["mlp.experts.up"] = names["mlp.experts.up"], names["mlp.experts.gate"]
-    monkeypatch.setitem(huggingface._EXPERT_NAMES, "mixtral", names)
+    monkeypatch.setitem(huggingface_model._EXPERT_NAMES, "mixtral", names)
     if fault == "order of experts":  # by name: 0, 1, 10, 11, 2
-        ours = huggingface.their_names
-        monkeypatch.setattr(convert, "their_names", lambda *arguments: tuple(sorted(ours(*arguments))))
+        monkeypatch.setattr(convert, "their_names", lambda *arguments: tuple(sorted(their_names(*arguments))))
     command("to-hf", save(tmp_path / "run", model), tmp_path / "out")
     tokens, _ = batch(model.config)
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_blocks_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     assert weights.shapes == {fqn: p.shape for fqn, p in Transformer(config).named_parameters()}
     for fqn, shape in weights.shapes.items():
         whole = weights.read(fqn, (0,) * len(shape), shape)
-        names = huggingface.their_names(fqn, "qwen3_moe", 5)
+        names = their_names(fqn, "qwen3_moe", 5)
         wanted = torch.stack([there[name] for name in names]) if "experts" in fqn else there[names[0]]
         assert torch.equal(whole[: wanted.shape[0]], wanted), fqn
         assert whole[wanted.shape[0] :].count_nonzero() == 0
@@ -270,7 +270,7 @@ def test_keys_that_are_missing_mean_what_they_mean_to_transformers(name: str, fo
         (tmp_path / "read").mkdir(exist_ok=True)
         theirs.save_pretrained(tmp_path / "read")
         wanted, got = (ModelConfig.model_validate(s) for s in (model_section(tmp_path / "read"), section))
-        assert huggingface.architecture(got) == huggingface.architecture(wanted), key
+        assert architecture(got) == architecture(wanted), key
         checked += 1
     assert required < {
         "model_type",
