@@ -120,7 +120,10 @@ def _other_run(
 
     problems = []
     for key in differing:
-        always, by = key.startswith("model.") or key in ("run.seed", "training.seq_len"), _ACCEPTED_BY.get(key)
+        # Rows of padding are zero and stay so: how many there are changes nothing.
+        always = key.startswith("model.") and key != "model.vocab_pad_multiple"
+        always |= key in ("run.seed", "training.seq_len")
+        by = _ACCEPTED_BY.get(key)
         if always or (by and not new[by]):
             allowed = f"{old.get(key)!r}, as in the checkpoint"
             problems.append(Problem(where, key, repr(new.get(key)), allowed, accept.format(by) if by else fix))

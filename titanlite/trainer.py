@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.initial import padded_tables
 from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_batch, plan_pipeline
@@ -220,7 +221,11 @@ class Trainer:
                 self._load_weights(init_from)
             return
         assert self.checkpoints is not None
-        self.checkpoints.load(self.resume_path, self._tensors())
+        tables: dict[str, tuple[int, int]] = {}  # by key, as in _tensors
+        for fqn, rows in padded_tables(self.config.model).items():
+            keys = (f"model.{fqn}", f"optimizer.{fqn}.exp_avg", f"optimizer.{fqn}.exp_avg_sq")
+            tables |= dict.fromkeys(keys, rows)
+        self.checkpoints.load(self.resume_path, self._tensors(), tables)
         self.optimizer.n_updates = self.state.step
         self._say(f"resumed from {self.resume_path}: step {self.state.step}, sample {self.state.samples}")
         if init_from:

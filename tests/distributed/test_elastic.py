@@ -141,11 +141,34 @@ def test_a_chain_of_layouts_is_the_unbroken_run(name: str, text: Path, tmp_path:
         assert not differences(ranks, reference, start, saved or ranks[0].found), layout_name
         saved = ranks[0].left
     length = merge(BASE, sections)["training"]["seq_len"]
-    steps = len(layouts) * STEPS_EACH
+    done = len(layouts) * STEPS_EACH
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["samples"], row["tokens"]) for row in rows] == [
-        (step, step * BATCH, step * BATCH * length) for step in range(1, steps + 1)
+        (step, step * BATCH, step * BATCH * length) for step in range(1, done + 1)
     ]
+
+
+def test_the_padding_of_the_vocabulary_may_change_with_the_layout(
+    text: Path, tmp_path: Path, one_process: OneProcess
+) -> None:
+    """From 259 rows to 272 over two ranks, to 257, with their moments; all else as in a chain."""
+    before: dict[str, torch.Tensor] = {}
+    for number, (multiple, layout) in enumerate(((7, ONE_PROCESS), (16, _layout(tp=2)), (1, _layout(dp_shard=2)))):
+        start = number * STEPS_EACH
+        sections = merge(DENSE, {"model": {"vocab_pad_multiple": multiple}})
+        ranks = train(sections, layout, text, tmp_path, start + STEPS_EACH)
+        assert differences(ranks, one_process(DENSE), start, ranks[0].found) == set()
+        for key, tensor in before.items():
+            found = ranks[0].state[key]
+            if "embedding" in key:
+                assert tensor[:257].any() and not tensor[257:].any() and not found[257:].any()
+                assert torch.equal(found[:257], tensor[:257]), key
+            else:
+                assert torch.equal(found, tensor), key
+        copy = shutil.copytree(tmp_path / "run", tmp_path / f"{number}/run").parent
+        (one,) = train(sections, ONE_PROCESS, text, copy, start + STEPS_EACH + 1)
+        before = one.state
+        assert any("exp_avg_sq" in key for key in before)
 
 
 # ---- the comparison sees what is wrong
@@ -156,8 +179,8 @@ def _without(part: str) -> Callable[[], None]:
 
     def plant() -> None:
         read = dcp.read_tensors
-        dcp.read_tensors = lambda folder, tensors, channel: read(
-            folder, {key: tensor for key, tensor in tensors.items() if part not in key}, channel
+        dcp.read_tensors = lambda folder, tensors, *others: read(
+            folder, {key: tensor for key, tensor in tensors.items() if part not in key}, *others
         )
 
     return plant

@@ -53,6 +53,9 @@ def test_what_may_change_is_told() -> None:
     now = config(training={"steps": 20}, optimizer={"lr": 1e-3})
     told = check_same_run(manifest(config()), Path("c"), config=now, data=data())
     assert told == ["optimizer.lr was 0.0003, is now 0.001", "training.steps was 10, is now 20"]
+    padded = config(model={"vocab_pad_multiple": 7})
+    told = check_same_run(manifest(config()), Path("c"), config=padded, data=data())
+    assert told == ["model.vocab_pad_multiple was 128, is now 7"]
     older_torch = {**manifest(config()), "versions": {"torch": "2.10.0"}}
     (line,) = check_same_run(older_torch, Path("c"), config=config(), data=data())
     assert line.startswith(f"torch was 2.10.0, is now {torch.__version__}")

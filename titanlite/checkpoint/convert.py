@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint import dcp, storage
-from titanlite.checkpoint.huggingface import (
+from titanlite.checkpoint.huggingface import INDEX, HuggingFaceWeights
+from titanlite.checkpoint.huggingface_model import (
     CONFIG,
-    INDEX,
-    HuggingFaceWeights,
     is_stacked,
     make_config,
     model_type,

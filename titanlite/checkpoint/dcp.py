@@ -404,29 +404,42 @@ def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
     return f"{tensor[1]} of shape {list(tensor[0])}"
 
 
-def resize_rows(metadata: Metadata, key: str, rows: int, read: int) -> None:
-    """Describe a saved tensor as one of `rows` rows, of which the first `read` are those that are in the files. Of the
-    others nothing is read: a load leaves them as they are."""
-    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
-    chunks = []
-    for chunk in entry.chunks:
-        left = min(chunk.sizes[0], read - chunk.offsets[0])
-        if left > 0:
-            chunks.append(ChunkStorageMetadata(chunk.offsets, torch.Size((left, *chunk.sizes[1:]))))
-    metadata.state_dict_metadata[key] = replace(entry, size=torch.Size((rows, *entry.size[1:])), chunks=chunks)
+NO_TABLES: Mapping[str, tuple[int, int]] = {}
 
 
-def read_tensors(folder: Path, tensors: Tensors, channel: ObjectChannel) -> None:
+def repad(metadata: Metadata, tables: Mapping[str, tuple[int, int]]) -> Metadata:
+    """The metadata, in place, of a checkpoint whose tables have another padding: a load reads the rows that count, and
+    leaves the others as they are.
+
+    tables: key -> rows that a table is to have, and how many of them, the first ones, count
+    """
+    for key in tables.keys() & metadata.state_dict_metadata.keys():
+        entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
+        rows, counted = tables[key]
+        chunks = []
+        for chunk in entry.chunks:
+            left = min(chunk.sizes[0], counted - chunk.offsets[0])
+            if left > 0:
+                chunks.append(ChunkStorageMetadata(chunk.offsets, torch.Size((left, *chunk.sizes[1:]))))
+        size = torch.Size((rows, *entry.size[1:]))
+        metadata.state_dict_metadata[key] = replace(entry, size=size, chunks=chunks)
+    return metadata
+
+
+def read_tensors(
+    folder: Path, tensors: Tensors, channel: ObjectChannel, tables: Mapping[str, tuple[int, int]] = NO_TABLES
+) -> None:
     """Load into `tensors` in place, each rank what it holds. Collective. Raises CheckpointError.
 
     Not dcp.load, which has collectives of its own and reads the metadata with an unrestricted pickle.load.
+    tables: as in repad
     """
-    agree(channel, f"loading {folder}", lambda: read_into(folder, read_metadata(folder), tensors))
+    agree(channel, f"loading {folder}", lambda: read_into(folder, repad(read_metadata(folder), tables), tensors))
 
 
 def read_into(folder: Path, metadata: Metadata, tensors: Tensors) -> None:
-    """What read_tensors does on one rank. metadata: of that folder, from read_metadata, or as
-    resize_rows has changed it."""
+    """What read_tensors does on one rank. metadata: of that folder, as read_metadata or repad
+    returns it."""
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -44,8 +44,8 @@ class InitialWeights(Protocol):
 
 
 def open_weights(path: Path, model: ModelConfig, *, allow_rope_change: bool = False) -> InitialWeights:
-    """The weights that checkpoint.init_from = path names. Raises InputError if there are none, or of another model;
-    CheckpointError.
+    """The weights that checkpoint.init_from = path names. Raises InputError if there are none, or not all of them, or
+    they are another model's.
 
     allow_rope_change: as in [checkpoint]
     """
@@ -66,6 +66,11 @@ def open_weights(path: Path, model: ModelConfig, *, allow_rope_change: bool = Fa
     if problems:
         raise InputError(problems)
     return _OfTitanlite(folder, model, notes)
+
+
+def padded_tables(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Parameters with a row for each token id: how many they have, and how many of them are not padding."""
+    return dict.fromkeys(("embedding.weight", "output.weight"), (model.padded_vocab_size, model.vocab_size))
 
 
 def _saved_model(folder: Path) -> ModelConfig:
@@ -97,13 +102,11 @@ class _OfTitanlite:
     def __init__(self, folder: Path, model: ModelConfig, notes: list[str]) -> None:
         self.folder, self.notes = folder, notes
         self.identity = of_bytes((folder / storage.MANIFEST).read_bytes())
-        self._metadata = _metadata(folder)
+        tables = {f"model.{fqn}": rows for fqn, rows in padded_tables(model).items()}
+        self._metadata = dcp.repad(_metadata(folder), tables)
         with torch.device("meta"):
             whole = Transformer(model)
         wanted = {f"model.{fqn}": tuple(tensor.shape) for fqn, tensor in whole.state_dict().items()}
-        for key in ("model.embedding.weight", "model.output.weight"):
-            if key in wanted and key in self._metadata.state_dict_metadata:
-                dcp.resize_rows(self._metadata, key, model.padded_vocab_size, model.vocab_size)
         saved = {
             # Into float32, from whatever they were saved in.
             key: (shape, torch.float32 if dtype.is_floating_point else dtype)

@@ -357,9 +357,12 @@ class CheckpointManager:
         """The manifest of a committed checkpoint, read once and given to all ranks. Raises InputError."""
         return self._on_main(lambda: storage.read_manifest(Path(path)))
 
-    def load(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def load(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], tables: Mapping[str, tuple[int, int]] = dcp.NO_TABLES
+    ) -> dict[str, Any]:
         """Fill `tensors` in place from the checkpoint at `path`, saved under whatever layout. Returns its manifest.
 
+        tables: as in dcp.repad; these may have another padding in the checkpoint.
         The ranks' keys together must be exactly the checkpoint's, with its shapes and dtypes, and every byte must be
         what was written; this is found out before any tensor is touched. Raises InputError (DamagedError, if it is
         damaged); CheckpointError if reading fails.
@@ -374,11 +377,10 @@ class CheckpointManager:
 
         def check() -> dict[str, Any]:
             manifest = storage.read_manifest(path)
-            metadata = dcp.read_metadata(path)
+            metadata = dcp.repad(dcp.read_metadata(path), tables)
             saved = dcp.saved_tensors(metadata)
-            problems = dcp.differences(
-                path, saved, {key: value for part in wanted or [] for key, value in part.items()}
-            )
+            model = {key: value for part in wanted or [] for key, value in part.items()}
+            problems = dcp.differences(path, saved, model)
             if problems:
                 raise InputError(problems)
             if unknown := dcp.tensor_files(metadata) - manifest["files"].keys():
@@ -386,7 +388,7 @@ class CheckpointManager:
             return manifest
 
         manifest = self._on_main(check)
-        dcp.read_tensors(path, tensors, self._channel)
+        dcp.read_tensors(path, tensors, self._channel, tables)
         if path.resolve().parent == self.folder.resolve():
             self._step_on_disk = manifest["step"]
         return manifest

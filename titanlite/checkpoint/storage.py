@@ -153,7 +153,7 @@ def _malformed(folder: Path, manifest: Mapping[str, Any], without_checksum: bool
 
 
 def _bad(folder: Path, key: str, got: str, allowed: str, fix: str = "") -> Problem:
-    fix = fix or "resume from another checkpoint (--checkpoint.resume PATH), or move this folder away"
+    fix = fix or "use another checkpoint (--checkpoint.resume PATH, or init_from), or move this folder away"
     return Problem(str(folder), key, got, allowed, fix)
 
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             Problem(COMMAND_LINE, "PATH", got, "files that can be read", "change their permissions")
         ) from None
     except (CheckpointError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             say(f"the disk is full ({error.filename or options.out}): make room, or name another place")
         else:
             say(str(error))
@@ -107,7 +107,7 @@ def to_huggingface(options: argparse.Namespace) -> None:
     manifest = storage.read_manifest(folder)
     model = _model_of(folder, manifest)
     from titanlite.checkpoint import convert
-    from titanlite.checkpoint.huggingface import model_type
+    from titanlite.checkpoint.huggingface_model import model_type
 
     kind = model_type(model)  # before anything takes time
     seq_len = _context_length(manifest, model)
@@ -205,7 +205,8 @@ def _bytes(text: str) -> int:
 
 def from_huggingface(options: argparse.Namespace) -> None:
     from titanlite.checkpoint import convert
-    from titanlite.checkpoint.huggingface import HuggingFaceWeights, model_section, read_config
+    from titanlite.checkpoint.huggingface import HuggingFaceWeights
+    from titanlite.checkpoint.huggingface_model import model_section, read_config
 
     section = model_section(options.source)
     model = ModelConfig.model_validate(section)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint import convert, dcp, storage
-from titanlite.checkpoint.huggingface import HuggingFaceWeights, model_section, parameter_shapes
+from titanlite.checkpoint.huggingface import HuggingFaceWeights
+from titanlite.checkpoint.huggingface_model import model_section, parameter_shapes
 from titanlite.config.schema import ModelConfig
 
 MODEL = ModelConfig(vocab_size=500, dim=256, n_layers=24, n_heads=4, n_kv_heads=4, ffn_dim=1024)

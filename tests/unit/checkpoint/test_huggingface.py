@@ -21,10 +21,12 @@ from tests.unit.checkpoint.conftest import OneRank
 from tests.unit.checkpoint.conversion_memory import STATUS
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from titanlite import cli
-from titanlite.checkpoint import convert, dcp, huggingface
-from titanlite.checkpoint.huggingface import HuggingFaceWeights, model_section, parameter_shapes
+from titanlite.checkpoint import convert, dcp, huggingface_model
+from titanlite.checkpoint.huggingface import HuggingFaceWeights, architecture
+from titanlite.checkpoint.huggingface_model import make_config, model_section, parameter_shapes, their_names
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import step_folder
+from titanlite.config.load import load
 from titanlite.config.problems import InputError
 from titanlite.config.schema import CheckpointConfig, ModelConfig, MoEConfig, RopeScalingConfig
 from titanlite.model.transformer import Transformer
@@ -148,17 +150,31 @@ def test_a_permuted_weight_would_be_seen(fault: str, tmp_path: Path, monkeypatch
         return tensor
 
     monkeypatch.setattr(convert._Source, "get", wrong)
-    names = dict(huggingface._EXPERT_NAMES["mixtral"])
+    names = dict(huggingface_model._EXPERT_NAMES["mixtral"])
     if fault == "gate and up":
         names["mlp.experts.gate"], names["mlp.experts.up"] = names["mlp.experts.up"], names["mlp.experts.gate"]
-    monkeypatch.setitem(huggingface._EXPERT_NAMES, "mixtral", names)
+    monkeypatch.setitem(huggingface_model._EXPERT_NAMES, "mixtral", names)
     if fault == "order of experts":  # by name: 0, 1, 10, 11, 2
-        ours = huggingface.their_names
-        monkeypatch.setattr(convert, "their_names", lambda *arguments: tuple(sorted(ours(*arguments))))
+        monkeypatch.setattr(convert, "their_names", lambda *arguments: tuple(sorted(their_names(*arguments))))
     command("to-hf", save(tmp_path / "run", model), tmp_path / "out")
     tokens, _ = batch(model.config)
     with torch.no_grad():
         assert difference(model(tokens), logits(tmp_path / "out", tokens)) > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "train_configs").glob("*.toml")))
+def test_shipped_models_are_transformers_with_as_many_parameters(name: str) -> None:
+    model = load(str(ROOT / f"train_configs/{name}.toml")).config.model
+    if name == "llama_debug_moe":
+        with pytest.raises(InputError, match=r"model\.moe\.score_func"):
+            make_config(model, max_position_embeddings=8192, dtype="bfloat16")
+        return
+    config = make_config(model, max_position_embeddings=8192, dtype="bfloat16")
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    pieces = convert.pieces_of(model)
+    assert sum(p.numel() for p in theirs.parameters()) == sum(piece.shape.numel() for piece in pieces)
+    assert len({piece.name for piece in pieces}) == len(pieces)
 
 
 # ---- from transformers
@@ -220,7 +236,7 @@ def test_blocks_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     assert weights.shapes == {fqn: p.shape for fqn, p in Transformer(config).named_parameters()}
     for fqn, shape in weights.shapes.items():
         whole = weights.read(fqn, (0,) * len(shape), shape)
-        names = huggingface.their_names(fqn, "qwen3_moe", 5)
+        names = their_names(fqn, "qwen3_moe", 5)
         wanted = torch.stack([there[name] for name in names]) if "experts" in fqn else there[names[0]]
         assert torch.equal(whole[: wanted.shape[0]], wanted), fqn
         assert whole[wanted.shape[0] :].count_nonzero() == 0
@@ -254,7 +270,7 @@ def test_keys_that_are_missing_mean_what_they_mean_to_transformers(name: str, fo
         (tmp_path / "read").mkdir(exist_ok=True)
         theirs.save_pretrained(tmp_path / "read")
         wanted, got = (ModelConfig.model_validate(s) for s in (model_section(tmp_path / "read"), section))
-        assert huggingface.architecture(got) == huggingface.architecture(wanted), key
+        assert architecture(got) == architecture(wanted), key
         checked += 1
     assert required < {
         "model_type",
@@ -302,6 +318,7 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data[:-8])
 
 
+ONE = "model-00001-of-00001.safetensors"
 Q_PROJ, HEAD = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickles": (without_safetensors, "pytorch_model.bin, a pickle: to read one can run any code"),
@@ -346,6 +363,24 @@ def test_what_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     command("from-hf", tmp_path / "theirs", tmp_path / "out", code=2)
     assert re.search(words, capsys.readouterr().err), words
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("mixtral", "sliding_window", 4096),
+        ("qwen3", "use_sliding_window", True),
+        ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "mlp_only_layers", [1]),
+        ("qwen3_moe", "mlp_only_layers", "0"),
+    ],
+)
+def test_features_that_titanlite_does_not_have(name: str, key: str, value: object, tmp_path: Path) -> None:
+    made_by_transformers(tmp_path, name)
+    change(tmp_path, **{key: value})
+    with pytest.raises(InputError) as caught:
+        model_section(tmp_path)
+    assert [problem.key for problem in caught.value.problems] == [key]
 
 
 def test_a_copy_of_a_tied_table_and_old_buffers_are_taken(tmp_path: Path) -> None:
@@ -426,6 +461,8 @@ def test_large_tensors_are_converted_in_parts(tmp_path: Path, monkeypatch: pytes
     read = read_checkpoint(tmp_path / "back/step-00000000", model.config)
     assert all(torch.equal(read[fqn], p) for fqn, p in model.named_parameters())
     assert cli.main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
+    command("to-hf", tmp_path / "back", tmp_path / "again")
+    assert (tmp_path / "again" / ONE).read_bytes() == (tmp_path / "out" / ONE).read_bytes()
     with safe_open(next(tmp_path.glob("out/*.safetensors")), "pt") as file:
         assert file.metadata() == {"format": "pt"}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.model.helpers import batch, difference, small_config, small_model
-from titanlite.checkpoint.huggingface import model_type, their_names
+from titanlite.checkpoint.huggingface_model import model_type, their_names
 from titanlite.config.schema import ModelConfig, RopeScalingConfig
 from titanlite.model.attention import rope_inverse_frequencies, rope_tables
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from tests.unit.model.test_huggingface import their_arguments
-from titanlite.checkpoint.huggingface import is_stacked, their_names
+from titanlite.checkpoint.huggingface_model import is_stacked, their_names
 from titanlite.config.schema import ModelConfig, MoEConfig
 
 transformers = pytest.importorskip("transformers")
