@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.machine import Nodes
-from titanlite.supervise import Failure, Job, is_final, report, root_cause
-from titanlite.trainer import NonFiniteError, NotSavedError
+from titanlite.supervise import Failure, Job, report, root_cause
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:4242"
 
@@ -28,14 +27,6 @@ def test_root_cause() -> None:
     assert root_cause([ended]) is ended
     ended_late = Failure(1, -signal.SIGTERM, 11, when=100.2, error="ValueError: first")  # it had just recorded it
     assert root_cause([lost, later, ended_late]) is ended_late
-
-
-def test_what_a_restart_would_repeat() -> None:
-    lost, killed = Failure(0, 1, 10, 1.0, LOST), Failure(1, -signal.SIGKILL, 11, 1.0)
-    assert not is_final([lost, killed])
-    for error in (NonFiniteError("step 3: loss nan"), NotSavedError("stopped at step 3")):
-        assert is_final([lost, Failure(1, 1, 11, 2.0, f"{type(error).__name__}: {error}")])
-    assert is_final([lost, Failure(1, 2, 11, 2.0)])
 
 
 def test_report_of_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
