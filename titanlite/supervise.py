@@ -13,8 +13,10 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +26,7 @@ from titanlite.command_line import say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_WRONG_INPUT
 from titanlite.lifeline import LAUNCHER_PID
 from titanlite.machine import Nodes
+from titanlite.parallel.heartbeat import is_consequence
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -119,26 +122,19 @@ class Failure:
             return f"signal {-self.exit_code}"
 
 
-# What a rank reports when another one is gone.
-_CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError"
-    r"|recvValue failed|sendBytes failed|timed out waiting|remote process exited|ncclRemoteError",
-    re.IGNORECASE,
-)
-
-
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure to report: the earliest that is not the consequence of another.
 
     A lost connection is a consequence, and so is an end by SIGTERM without a recorded error: the agent sends it to
-    all others once it sees one that has failed. What is given comes in the order of discovery, which decides between
-    equals.
+    all others once it sees one that has failed, and SIGKILL some time later to those that are still there. A collective
+    that has timed out before is the cause of that SIGKILL. What is given comes in the order of discovery, which decides
+    between equals.
     """
 
     def key(failure: Failure) -> tuple[int, float]:
         if failure.exit_code == -signal.SIGTERM and not failure.error:
             return 2, 0.0
-        return (1 if _CONSEQUENCE.search(failure.error) else 0), failure.when
+        return (1 if is_consequence(failure.error) else 0), failure.when
 
     return min(failures, key=key)
 
@@ -154,7 +150,7 @@ def read_failure(rank: int, process: ProcessFailure) -> Failure:
             when = path.stat().st_mtime
             if isinstance(message, dict):
                 error = str(message.get("message", ""))
-                traceback = str(message.get("extraInfo", {}).get("py_callstack", ""))
+                traceback = str(message.get("extraInfo", {}).get("py_callstack", "")).removeprefix("NoneType: None\n")
             else:
                 error = str(message)
         except (OSError, ValueError, KeyError):
@@ -191,7 +187,7 @@ def report(failure: Failure, job: Job) -> int:
     output = "" if shown else tail(log)
     if failure.error:
         text = f"{where} failed: {failure.error}"
-        if _CONSEQUENCE.search(failure.error) and job.nodes.count > 1:
+        if is_consequence(failure.error) and job.nodes.count > 1:
             text += "\nThis follows from the end of another rank: see the messages of the other nodes."
         text += f"\n{failure.traceback.rstrip()}" if failure.traceback else ""
     else:
@@ -207,6 +203,40 @@ def report(failure: Failure, job: Job) -> int:
 
 
 # --- the agent ---
+
+
+def end_stuck_workers(error_files: Sequence[str]) -> None:
+    """Waits until a worker has recorded an error, and SHUTDOWN_SECONDS later kills those of this node that are left.
+
+    The agent waits 30 s for them after a failure, whatever shutdown_timeout says: that holds when the agent itself is
+    asked to end only (seen on torch 2.11.0 and 2.13.0). A worker that is stopped sees the agent's SIGTERM once it is
+    continued.
+    """
+    while not any(os.path.exists(path) for path in error_files):
+        time.sleep(0.5)
+    time.sleep(1.0)
+    workers = _session_leaders_of(os.getpid())
+    for pid in workers:
+        _kill_group(pid, signal.SIGCONT)
+    time.sleep(SHUTDOWN_SECONDS - 1.0)
+    for pid in workers & _session_leaders_of(os.getpid()):
+        _kill_group(pid, signal.SIGKILL)
+
+
+def _kill_group(pid: int, signum: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signum)
+
+
+def _session_leaders_of(parent: int) -> set[int]:
+    """The children of a process that lead a session, as workers do; none where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, ppid, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(ppid) == parent and session == stat.parent.name:
+                found.add(int(session))
+    return found
 
 
 def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
@@ -227,6 +257,8 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
             files = {local: str(job.log_folder / f"rank-{rank}") for local, rank in ranks.items()}
             for local, env in envs.items():
                 env["TORCHELASTIC_ERROR_FILE"] = files[local] + ".error.json"
+            errors = [env["TORCHELASTIC_ERROR_FILE"] for env in envs.values()]
+            threading.Thread(target=end_stuck_workers, args=(errors,), name="end", daemon=True).start()
             outs = {local: "" if local in direct else files[local] + ".out" for local in files}
             errs = {local: "" if local in direct else files[local] + ".err" for local in files}
             return LogsDest(

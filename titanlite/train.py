@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = runtime.start(config.comm, config.run, config.parallelism)
         if problems := static_problems(loaded, ranks.world_size):  # the launcher's rules hold without it, too
             raise InputError(problems)
-        Trainer(config, ranks).train()
+        with ranks.watched(give_up):
+            Trainer(config, ranks).train()
     except Exception as error:
         wrong_input = isinstance(error, InputError)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -57,6 +58,15 @@ def record(error: Exception) -> None:
         os.replace(f"{path}.new", path)
     except OSError:  # a full disk, of all things
         traceback.print_exception(error)
+
+
+def give_up(error: Exception) -> None:
+    """Hands the error over and ends the process, for a thread: the main one waits for what never comes."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        record(error)
+    else:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    _exit(EXIT_ERROR)
 
 
 def _exit(code: int) -> None:
