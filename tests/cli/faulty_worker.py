@@ -1,6 +1,7 @@
-"""The training worker with one fault: FAULT="RANK:WHEN:WHAT" happens to that rank, once, in step 5.
+"""The training worker with one fault: FAULT="RANK:WHEN:WHAT" happens to that rank.
 
-WHEN: step, validation, save (the one after step 5, in the thread that writes it). WHAT: stop, loop, oom, kill.
+WHEN: step (the fifth), validation (the second), save (the second, in the thread that writes it).
+WHAT: stop, loop, oom, kill, raise.
 Run as the launcher: `python -m tests.cli.faulty_worker --config …`.
 """
 
@@ -9,8 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from typing import Any
-
-STEP = 5
 
 
 def fail(what: str) -> None:
@@ -26,6 +25,8 @@ def fail(what: str) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise KeyError("no such thing")
 
 
 def main() -> int:
@@ -45,7 +46,7 @@ def main() -> int:
     def faulty(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == (STEP if when == "step" else 1):
+        if calls == (5 if when == "step" else 2):
             fail(what)
         return whole(*args)
 

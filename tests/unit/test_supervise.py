@@ -29,6 +29,18 @@ def test_root_cause() -> None:
     assert root_cause([lost, later, ended_late]) is ended_late
 
 
+def test_root_cause_of_a_lost_rank() -> None:
+    """A rank that is stopped is ended with SIGKILL by the agent, once the others have named it."""
+    named = Failure(0, 1, 10, when=100.0, error="LostRankError: rank 1 (a, process 11) is gone\nRank 0: " + LOST)
+    peer = Failure(2, 1, 12, when=99.0, error="PeerFailedError: rank 0 failed: LostRankError: rank 1")
+    by_agent = Failure(1, -signal.SIGKILL, 11, when=111.0)
+    assert root_cause([peer, named, by_agent]) is named
+    timeout = Failure(0, 1, 10, when=100.0, error="RuntimeError: Timed out waiting 4000ms for send operation")
+    assert root_cause([timeout, by_agent]) is timeout
+    by_system = Failure(1, -signal.SIGKILL, 11, when=99.0)
+    assert root_cause([peer, named, by_system]) is by_system
+
+
 def test_report_of_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = Job(Nodes(2, 0, "127.0.0.1", 29500), 2, frozenset({0}), tmp_path, 10)
     assert report(Failure(0, 1, 10, 1.0, LOST), job) == 1
