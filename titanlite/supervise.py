@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from titanlite.command_line import say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_WRONG_INPUT
 from titanlite.lifeline import LAUNCHER_PID
 from titanlite.machine import Nodes
-from titanlite.parallel.heartbeat import is_consequence
+from titanlite.parallel.heartbeat import NOTE, is_consequence
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -55,6 +55,9 @@ class Job:
 
     def shows(self, rank: int) -> bool:
         return self.shown is None or rank in self.shown
+
+    def error_file(self, rank: int) -> str:
+        return str(self.log_folder / f"rank-{rank}.error.json")
 
 
 # --- signals ---
@@ -195,6 +198,10 @@ def report(failure: Failure, job: Job) -> int:
         text = f"{where} {ended} and recorded no error"
         if failure.exit_code == -signal.SIGKILL:
             text += " (often the system's answer to memory running out)"
+        if failure.exit_code == -signal.SIGABRT:  # how NCCL ends a rank whose collective takes too long
+            with suppress(OSError):
+                note = Path(f"{job.error_file(failure.rank)}{NOTE}").read_text()
+                text += f" (as when NCCL gives up a collective): {note}"
         text += f". The end of its output:\n{output}" if output else ""
     if not shown:
         text += f"\nOutput of rank {failure.rank}: {log}"
@@ -205,7 +212,7 @@ def report(failure: Failure, job: Job) -> int:
 # --- the agent ---
 
 
-def end_stuck_workers(error_files: Sequence[str]) -> None:
+def end_stuck_workers(error_files: Collection[str]) -> None:
     """Waits until a worker has recorded an error, and SHUTDOWN_SECONDS later kills those of this node that are left.
 
     The agent waits 30 s for them after a failure, whatever shutdown_timeout says: that holds when the agent itself is
@@ -255,10 +262,10 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
             visible = {local for local, rank in ranks.items() if job.shows(rank)}
             direct, tee = (visible, set()) if len(visible) == 1 else (set(), visible)
             files = {local: str(job.log_folder / f"rank-{rank}") for local, rank in ranks.items()}
+            errors = {local: job.error_file(rank) for local, rank in ranks.items()}
             for local, env in envs.items():
-                env["TORCHELASTIC_ERROR_FILE"] = files[local] + ".error.json"
-            errors = [env["TORCHELASTIC_ERROR_FILE"] for env in envs.values()]
-            threading.Thread(target=end_stuck_workers, args=(errors,), name="end", daemon=True).start()
+                env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+            threading.Thread(target=end_stuck_workers, args=(errors.values(),), daemon=True).start()
             outs = {local: "" if local in direct else files[local] + ".out" for local in files}
             errs = {local: "" if local in direct else files[local] + ".err" for local in files}
             return LogsDest(
@@ -266,7 +273,7 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
                 stderrs=errs,
                 tee_stdouts={local: outs[local] for local in tee},
                 tee_stderrs={local: errs[local] for local in tee},
-                error_files={local: files[local] + ".error.json" for local in files},
+                error_files=errors,
             )
 
     return RankLogs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -30,8 +31,6 @@ def test_a_lost_rank(fault: str, options: tuple[str, ...], error: str, config: P
     start = time.monotonic()
     done = run(FAULTY_LAUNCH, "--config", str(config), "--checkpoint.interval", "2", *LIMITS, *options, FAULT=fault)
     assert done.returncode == 1, done.stderr
-    import re
-
     assert re.search(error.replace("(.*)", r"\(.*\)"), done.stderr, re.MULTILINE), done.stderr
     assert done.stderr.count("failed:") == 1 and done.stderr.count("Traceback") <= 1, done.stderr
     assert "SIGKILL" not in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.machine import Nodes
+from titanlite.parallel.heartbeat import NOTE
 from titanlite.supervise import Failure, Job, report, root_cause
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:4242"
@@ -39,6 +40,19 @@ def test_root_cause_of_a_lost_rank() -> None:
     assert root_cause([timeout, by_agent]) is timeout
     by_system = Failure(1, -signal.SIGKILL, 11, when=99.0)
     assert root_cause([peer, named, by_system]) is by_system
+
+
+def test_whom_a_rank_that_nccl_has_ended_waited_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(Nodes(), 2, frozenset({0}), tmp_path, 10)
+    aborted = Failure(0, -signal.SIGABRT, 10, when=100.0)
+    assert report(aborted, job) == 1
+    assert "was ended by SIGABRT and recorded no error\n" in capsys.readouterr().err
+    Path(f"{job.error_file(0)}{NOTE}").write_text("step 7 has taken 80 s; behind it are rank 1")
+    assert report(aborted, job) == 1
+    assert (
+        "SIGABRT and recorded no error (as when NCCL gives up a collective): step 7 has taken 80"
+        in capsys.readouterr().err
+    )
 
 
 def test_report_of_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

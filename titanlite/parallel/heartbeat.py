@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _TIMED_OUT = re.compile(
 # A rank is gone after this share of the timeout: before NCCL, at the whole of it, ends the ranks that wait.
 _SHARE = 0.8
 _NAMED = 8  # ranks in a message
+# Appended to the name of a rank's error record: whom it waits for, of use if it is ended without a word of its own.
+NOTE = ".waits"
 
 
 def is_consequence(error: str) -> bool:
@@ -69,7 +72,10 @@ class Heartbeat:
         end:     told a LostRankError, from the thread: hands it over and ends the process. The main thread may be in
                  a collective that nothing interrupts.
         """
-        self.doing: str | None = "its start"  # None: done, and silent from now on
+        self._doing: str | None = "its start"  # None: done, and silent from now on
+        self._moves = 0
+        record = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        self._note = Path(record + NOTE) if record else None
         self.timeout = timeout
         self._store = store
         self._rank = rank
@@ -102,12 +108,18 @@ class Heartbeat:
         thread.join(5.0)
         _within(5.0, self._say_done)
 
+    def doing(self, what: str) -> None:
+        """What this rank does from now on: "step 12". All ranks say the same, in the same order."""
+        self._doing = what
+        self._moves += 1
+
     # ---- the ring
 
     def _run(self) -> None:
+        """A store that does not answer at all blocks this thread: nothing is known then, and nothing is done."""
         peer = (self._rank + 1) % self._world_size
         last: dict[str, Any] | None = None
-        silent = 0.0
+        moves, silent, still = -1, 0.0, 0.0
         while not self._over.wait(self._interval):
             seen, problem = last, ""
             try:
@@ -116,25 +128,39 @@ class Heartbeat:
             except RuntimeError as error:
                 problem = str(error)
             silent = 0.0 if seen != last else silent + self._interval
-            last = seen
-            if silent <= _SHARE * self.timeout or (last and last["doing"] is None):
-                continue
-            if self._ending.acquire(blocking=False):
+            still = 0.0 if self._moves != moves else still + self._interval
+            last, moves = seen, self._moves
+            limit = _SHARE * self.timeout
+            if silent > limit and not (last and last["doing"] is None) and self._ending.acquire(blocking=False):
                 what = f"{_name(peer, last)} is gone: no sign of life for {silent:.0f} s{_last_seen(last)}"
                 if problem:
                     what = f"the ranks' store has not answered for {silent:.0f} s, so rank 0's node is gone: {problem}"
                 else:
                     self._tell(f"LostRankError: {what}")
                 self._end(LostRankError(what))
-            return
+            if not problem and still > limit >= still - self._interval:
+                self._note_who_is_behind(still)
+            elif still == 0.0 and self._note is not None:
+                self._note.unlink(missing_ok=True)
+
+    def _note_who_is_behind(self, seconds: float) -> None:
+        """Before NCCL ends this process, in which no Python runs then."""
+        others = enumerate(self._beats(list(range(self._world_size))))
+        behind = [
+            f"{_name(rank, beat)}{_last_seen(beat)}" for rank, beat in others if beat and beat["moves"] < self._moves
+        ]
+        if self._note is not None and behind:
+            what = f"{self._doing} has taken {seconds:.0f} s; behind it are {_some(behind)}"
+            with suppress(OSError):
+                self._note.write_text(what)
 
     def _beat(self) -> None:
         self._count += 1
-        beat = {"count": self._count, "place": self._place, "doing": self.doing}
+        beat = {"count": self._count, "place": self._place, "doing": self._doing, "moves": self._moves}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _say_done(self) -> None:
-        self.doing = None
+        self._doing = None
         self._beat()
 
     def _beats(self, ranks: list[int]) -> list[dict[str, Any] | None]:
@@ -178,15 +204,13 @@ class Heartbeat:
             return error
         after = self._beats(ranks)
         lines = []
-        for rank in missing[:_NAMED]:
+        for rank in missing:
             alive = before[rank] != after[rank]
             state = "is alive" if alive else f"gives no sign of life for {patience:.0f} s"
             lines.append(f"{_name(rank, after[rank])} {state}{_last_seen(after[rank])}")
-        if len(missing) > _NAMED:
-            lines.append(f"and {len(missing) - _NAMED} more")
-        what = f"{len(missing)} of {self._world_size} ranks did not come to a collective: {'; '.join(lines)}"
+        what = f"{len(missing)} of {self._world_size} ranks did not come to a collective: {_some(lines)}"
         self._tell(f"LostRankError: {what}")
-        return LostRankError(f"{what}.\nRank {self._rank}, in {self.doing}: {text}")
+        return LostRankError(f"{what}.\nRank {self._rank}, in {self._doing}: {text}")
 
     def _tell(self, cause: str) -> None:
         """All ranks that look: this one ends, with this error of its own, or "" if another rank is to blame."""
@@ -202,6 +226,11 @@ def _name(rank: int, beat: dict[str, Any] | None) -> str:
 
 def _last_seen(beat: dict[str, Any] | None) -> str:
     return f", last seen in {beat['doing']}" if beat else ", never seen"
+
+
+def _some(texts: list[str]) -> str:
+    more = [f"and {len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
+    return "; ".join(texts[:_NAMED] + more)
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:

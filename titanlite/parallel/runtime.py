@@ -162,7 +162,7 @@ class Ranks:
     def doing(self, what: str) -> None:
         """What this rank does from now on, for the message of those that wait for it: "step 12"."""
         if self._heartbeat is not None:
-            self._heartbeat.doing = what
+            self._heartbeat.doing(what)
 
 
 def start(comm: CommConfig, run: RunConfig, parallelism: ParallelismConfig) -> Ranks:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from titanlite.parallel.heartbeat import Heartbeat, LostRankError, PeerFailedError, is_consequence
+from titanlite.parallel.heartbeat import NOTE, Heartbeat, LostRankError, PeerFailedError, is_consequence
 
 TIMEOUT = 0.5
 LATE = "Timed out waiting 100000ms for recv operation to complete"
@@ -29,7 +31,7 @@ class Ring:
 
 def test_a_silent_rank_is_gone() -> None:
     ring = Ring(3)
-    ring.ranks[1].doing = "step 12"
+    ring.ranks[1].doing("step 12")
     ring.ranks[1]._beat()
     with ring.ranks[0].running():
         error = ring.ended.get(timeout=10)
@@ -49,25 +51,28 @@ def test_ranks_that_beat_are_left_alone_and_so_is_one_that_is_done() -> None:
 
 
 class FaultyStore(dist.HashStore):
-    seconds = 0.0
     lost = False
 
     def set(self, key: str, value: Any) -> None:
-        time.sleep(self.seconds)
         if self.lost:
             raise dist.DistNetworkError("Broken pipe")
         super().set(key, value)
 
 
+class Suspended(threading.Event):
+    """As in a job that is suspended again and again, for longer than the timeout."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        time.sleep(TIMEOUT)
+        return self.is_set()
+
+
 def test_silence_is_counted_in_beats_of_the_watcher() -> None:
-    """On a machine that was suspended each beat of the watcher takes longer than the timeout."""
-    store = FaultyStore()
-    ring = Ring(2, store)
+    ring = Ring(2)
+    ring.ranks[0]._over = Suspended()
     with ring.ranks[0].running():
-        store.seconds = TIMEOUT
         time.sleep(3 * TIMEOUT)
         assert ring.ended.empty()
-        store.seconds = 0
 
 
 def test_a_lost_store() -> None:
@@ -78,11 +83,35 @@ def test_a_lost_store() -> None:
         assert "rank 0's node is gone: Broken pipe" in str(ring.ended.get(timeout=10))
 
 
+def test_a_rank_that_waits_notes_who_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For NCCL's watchdog, which ends a process without a word of it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    note = tmp_path / f"error.json{NOTE}"
+    ring = Ring(2)
+    ring.ranks[0].doing("step 7")
+    with ring.ranks[0].running(), ring.ranks[1].running():
+        until(note.exists)
+        assert note.read_text().startswith("step 7 has taken 0 s; behind it are rank 1 (")
+        ring.ranks[0].doing("step 8")
+        until(lambda: not note.exists())
+        ring.ranks[1].doing("step 7")
+        ring.ranks[1].doing("step 8")
+        time.sleep(2 * TIMEOUT)
+        assert not note.exists(), "nobody is behind: the step is long"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_who_did_not_come() -> None:
     """Rank 0 times out; rank 1 hangs in its Python, rank 2 is stopped, rank 3 times out as well."""
     ring = Ring(4)
     for rank in ring.ranks:
-        rank.doing = "step 7"
+        rank.doing("step 7")
         rank._beat()
     stopped = threading.Event()
 
