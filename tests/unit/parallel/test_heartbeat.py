@@ -164,7 +164,7 @@ def test_the_raised_error_has_one_traceback_of_where_it_waited() -> None:
     ring.ranks[1].explain(ValueError("boom"))
     with pytest.raises(PeerFailedError, match="boom") as raised, ring.ranks[0].running():
         raise RuntimeError(LATE)
-    assert raised.value.__suppress_context__
+    assert raised.value.__suppress_context__ and raised.value.__cause__ is None
     assert raised.traceback[-1].name == "test_the_raised_error_has_one_traceback_of_where_it_waited"
 
 
