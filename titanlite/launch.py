@@ -1,7 +1,6 @@
 """The parent of a run: reads and checks everything there is to check, then starts the workers of this node.
 
-No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input.
-75 is kept for runs that were preempted and saved.
+No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input, 75 stopped and saved.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import write_atomically
+from titanlite.lifeline import JOB_END_TIME, START_TIME, job_end
 from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, raise_open_file_limit, read_integer, read_nodes
 from titanlite.supervise import Job, run_workers
 
@@ -42,9 +42,10 @@ DEFAULT_CONFIG = "llama_debug.toml"
 CPU_PROCESSES = (2, 8)  # fewest and most on a CPU when nobody says how many
 WORKER = "titanlite.train"
 MOST_PROCESSES = 4096
+MOST_RESTARTS = 1000
 LARGE_FOR_A_CPU = 200_000_000  # parameters
 
-USAGE = "run_train.sh [--config NAME] [--nproc N] [--section.key VALUE | --section.key=VALUE ...]"
+USAGE = "run_train.sh [--config NAME] [--nproc N] [--max-restarts N] [--section.key VALUE | --section.key=VALUE ...]"
 EPILOG = """environment:
   NPROC                    as --nproc
   NNODES, NODE_RANK        number of machines, and which one this is (from 0); run the same command on each
@@ -54,7 +55,9 @@ EPILOG = """environment:
   OMP_NUM_THREADS          threads of each process (default: cores / processes)
   CUDA_VISIBLE_DEVICES     the GPUs to use
 
-exit code: 0 done, 1 a worker failed, 2 wrong input; 75 is kept for runs that were preempted and saved
+signals: TERM, INT (Ctrl-C) or USR1, here or to a rank: the step is finished and saved; a second one ends all at once
+
+exit code: 0 done, 1 a worker failed, 2 wrong input, 75 stopped by a signal (or the clock) and saved: try again
 """
 
 
@@ -76,7 +79,8 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
     if options.setup_only:
         print(sys.executable)  # there is a Python that runs this
         return EXIT_DONE
-    plan = make_plan(options, overrides, os.environ)
+    started = {START_TIME: str(time.time())}
+    plan = make_plan(options, overrides, {**os.environ, **started})
     for warning in plan.warnings:
         say(f"warning: {warning}")
     run_folder = check.run_folder(plan.loaded)
@@ -85,12 +89,22 @@ def launch(argv: Sequence[str], worker: str = WORKER) -> int:
         log_folder = make_log_folder(run_folder, plan.nodes)
         config_path = write_config(plan, log_folder)
         say(describe(plan, run_folder, log_folder))
-        job = Job(plan.nodes, plan.nproc, plan.shown, log_folder, plan.loaded.config.comm.init_timeout_seconds)
+        config = plan.loaded.config
+        job = Job(
+            plan.nodes,
+            plan.nproc,
+            plan.shown,
+            log_folder,
+            start_timeout_seconds=config.comm.init_timeout_seconds,
+            saves=config.checkpoint.enable,
+            grace_seconds=config.checkpoint.grace_seconds,
+            max_restarts=plan.max_restarts,
+        )
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // plan.nproc))
         # DDP warns in C++ on every rank that no parameter was unused.
         quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         raise_open_file_limit()
-        environment = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": quiet}
+        environment = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": quiet, **started}
         return run_workers(job, worker, [str(config_path)], environment)
 
 
@@ -112,6 +126,13 @@ def make_parser() -> Parser:
         help="processes on this machine (default: what the layout fixes, else one per GPU, else on the CPU what it "
         "needs, {} to {})".format(*CPU_PROCESSES),
     )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        default="",
+        help="how often the processes are started again after a crash, from the last checkpoint (default: 0). Wrong "
+        "input and a loss that is not finite end the run all the same",
+    )
     parser.add_argument("--setup-only", action="store_true", help="stop once the Python environment is ready")
     parser.add_argument("--version", action="version", version=f"titanlite {__version__}")
     return parser
@@ -126,6 +147,7 @@ class Plan:
     nproc: int
     gpus: int
     shown: frozenset[int] | None
+    max_restarts: int
     warnings: tuple[str, ...]
 
     @property
@@ -145,6 +167,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
         overrides = []
     nodes = read_nodes(environ, problems)
     asked = read_process_count(options.nproc, environ, problems)
+    restarts = read_option(options.max_restarts, "--max-restarts", 0, MOST_RESTARTS, problems, "starts after a crash")
     try:
         loaded = load(options.config, overrides)
     except InputError as error:
@@ -159,12 +182,13 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
     world = nodes.count * nproc if nproc and not problems else None
     problems += check.static_problems(loaded, world)
     problems += check.machine_problems(loaded, gpus, nproc)
+    late = walltime_warnings(loaded, environ, problems)
     shown = read_shown_ranks(environ, world, problems)
     if problems:
         raise InputError(problems)
     assert nproc and world
-    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus)]
-    return Plan(loaded, nodes, nproc, gpus, shown, tuple(warnings))
+    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus), *late]
+    return Plan(loaded, nodes, nproc, gpus, shown, restarts or 0, tuple(warnings))
 
 
 def large_for_a_cpu(loaded: Loaded, world: int, gpus: int) -> list[str]:
@@ -179,14 +203,35 @@ def large_for_a_cpu(loaded: Loaded, world: int, gpus: int) -> list[str]:
     ]
 
 
+def walltime_warnings(loaded: Loaded, environ: Mapping[str, str], problems: list[Problem]) -> list[str]:
+    """A job too short for checkpoint.before_walltime would end before its first step, and again when it is retried."""
+    checkpoint, key = loaded.config.checkpoint, "checkpoint.before_walltime"
+    if not (checkpoint.enable and checkpoint.before_walltime):
+        return []
+    end = job_end(environ, checkpoint.walltime)
+    if end is None:
+        return [f"{key}: ignored, since the job's end is not known: set checkpoint.walltime, or {JOB_END_TIME}."]
+    left = end - time.time()
+    if left <= checkpoint.before_walltime:
+        allowed = f"less than the {max(left, 0):,.0f} s that are left of the job"
+        fix = "lower it, or ask for a longer job (checkpoint.walltime without Slurm)"
+        problems.append(Problem(loaded.origin(key), key, str(checkpoint.before_walltime), allowed, fix))
+    return []
+
+
 def read_process_count(option: str, environ: Mapping[str, str], problems: list[Problem]) -> int | None:
     """--nproc, else NPROC; None when neither is given or it is wrong."""
     if not option:
         return read_integer(environ, "NPROC", 1, MOST_PROCESSES, problems, "processes on this machine")
+    return read_option(option, "--nproc", 1, MOST_PROCESSES, problems, "processes on this machine")
+
+
+def read_option(text: str, name: str, lowest: int, highest: int, problems: list[Problem], meaning: str) -> int | None:
+    """As read_integer, of an option of the command line."""
     found: list[Problem] = []
-    count = read_integer({"--nproc": option}, "--nproc", 1, MOST_PROCESSES, found, "processes on this machine")
-    problems += [replace(problem, where=COMMAND_LINE, fix="give a number, or leave --nproc out") for problem in found]
-    return count
+    number = read_integer({name: text}, name, lowest, highest, found, meaning)
+    problems += [replace(problem, where=COMMAND_LINE, fix=f"give a number, or leave {name} out") for problem in found]
+    return number
 
 
 def process_count(loaded: Loaded, nodes: Nodes, gpus: int, problems: list[Problem]) -> int | None:

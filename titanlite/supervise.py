@@ -13,18 +13,19 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from titanlite.command_line import say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_WRONG_INPUT
-from titanlite.lifeline import LAUNCHER_PID
+from titanlite.lifeline import LAUNCHER_PID, STOP_FILE, StopFile, stop_signals
 from titanlite.machine import Nodes
 from titanlite.parallel.heartbeat import NOTE, is_consequence
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 # Checked by the workers' runtime against the WORLD_SIZE they are given.
 WORLD_SIZE = "TITANLITE_WORLD_SIZE"
 SHUTDOWN_SECONDS = 10  # from SIGTERM to SIGKILL
+SECOND_SIGNAL_SECONDS = 1.0  # a second one is not what, like timeout(1), signals a process and then its group
 TAIL_LINES = 20
-STOPPED = "the workers have been ended. The same command goes on from the last saved checkpoint, if there is one"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Job:
 
     shown: global ranks whose output goes to the screen (None: all); the others' goes to files in log_folder, which are
     named rank-N.out, rank-N.err and, for the error that ended the rank, rank-N.error.json.
+    saves: whether the workers can save when they are asked to end. grace_seconds: how long they may then take.
+    max_restarts: how often they are started again after a failure. attempt: how often they have been.
     """
 
     nodes: Nodes
@@ -52,55 +55,99 @@ class Job:
     shown: frozenset[int] | None
     log_folder: Path
     start_timeout_seconds: int
+    saves: bool = True
+    grace_seconds: int = 600
+    max_restarts: int = 0
+    attempt: int = 0
 
     def shows(self, rank: int) -> bool:
         return self.shown is None or rank in self.shown
 
-    def error_file(self, rank: int) -> str:
-        return str(self.log_folder / f"rank-{rank}.error.json")
+    def again(self) -> Job:
+        """The next attempt: nothing of the one before it, on the disk or in the nodes' store, is in its way."""
+        attempt = self.attempt + 1
+        nodes = replace(self.nodes, run_id=f"{self.nodes.run_id}-{attempt}")
+        parent = self.log_folder.parent if self.attempt else self.log_folder
+        return replace(self, nodes=nodes, log_folder=parent / f"restart-{attempt}", attempt=attempt)
 
 
 # --- signals ---
 
 
 class Stopped(BaseException):
-    """A signal asked the launcher to end. A BaseException, so that nothing between here and main swallows it."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.name = signal.Signals(signum).name
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    """The workers are to be ended at once. A BaseException, so that nothing between here and main swallows it."""
 
 
 class StopSignals:
-    """Before the workers start, a signal just ends this process. Once they run, the first one raises Stopped, and more
-    of them are ignored while the workers are being ended: a second Ctrl-C must not leave workers behind."""
+    """Before the workers start, a signal just ends this process. Once they run, the first one asks them to save and
+    end; a second one, or the end of the grace, raises Stopped, once: a third Ctrl-C must not leave workers behind.
 
-    def __init__(self) -> None:
-        self._received = False
-        # nohup asks for SIGHUP to be ignored
-        self._signals = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+    first: the name of the first signal, "" as long as there is none.
+    """
+
+    def __init__(self, job: Job, file: StopFile) -> None:
+        self.first = ""
+        self._job, self._file = job, file
+        self._received = 0.0
+        self._stopped = False
+        self._signals = stop_signals()
+        self._mask: set[int] | None = None
 
     @contextmanager
     def default_until_workers_start(self) -> Iterator[None]:
-        before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in self._signals}
+        before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (*self._signals, signal.SIGALRM)}
         try:
             yield
         finally:
+            self._stopped = True
+            signal.setitimer(signal.ITIMER_REAL, 0)
             for signum, handler in before.items():
-                signal.signal(signum, handler)
+                # Once signalled, this process is about to end, with an exit code that no further signal may change.
+                signal.signal(signum, signal.SIG_IGN if self.first else handler)
+            if self._mask is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def workers_start(self) -> None:
-        for signum in self._signals:
-            signal.signal(signum, self._stop)
-
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        if self._received:
+        """From here on this thread holds the signals back, and so do the workers from their first instruction on, as
+        they inherit that. Another thread receives them; Python runs their handlers in this one all the same."""
+        if self._mask is not None:
             return
-        self._received = True
-        raise Stopped(signum)
+        for signum in self._signals:
+            signal.signal(signum, self._receive)
+        signal.signal(signal.SIGALRM, self._run_out)
+        threading.Thread(target=threading.Event().wait, name="signals", daemon=True).start()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        name, now = signal.Signals(signum).name, time.monotonic()
+        if self.first:
+            if now - self._received > SECOND_SIGNAL_SECONDS:
+                self._stop(f"stopped by a second signal, {name}")
+            return
+        self.first, self._received = name, now
+        if not self._job.saves:
+            self._stop(f"stopped by {name}; nothing is saved, as checkpoint.enable is false")
+            return
+        try:
+            StopFile.create(self._file.asked)
+        except OSError as error:
+            self._stop(f"stopped by {name}; the workers could not be asked to save: {error}")
+            return
+        grace = self._job.grace_seconds
+        say(f"{name}: the workers save and end, within {grace} s; a second signal ends them at once")
+        signal.setitimer(signal.ITIMER_REAL, grace)
+
+    def _run_out(self, signum: int, frame: FrameType | None) -> None:
+        grace = self._job.grace_seconds
+        self._stop(f"{self.first}: the workers have not saved and ended within {grace} s (checkpoint.grace_seconds)")
+
+    def _stop(self, why: str) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        with suppress(OSError):
+            StopFile.create(self._file.now)
+        raise Stopped(why)
 
 
 # --- failures ---
@@ -140,6 +187,14 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
         return (1 if is_consequence(failure.error) else 0), failure.when
 
     return min(failures, key=key)
+
+
+# A restart would end in the same way, or was not asked for.
+_FINAL = re.compile(r"InputError|NonFiniteError|NotSavedError")
+
+
+def is_final(failures: Sequence[Failure]) -> bool:
+    return any(failure.exit_code == EXIT_WRONG_INPUT or _FINAL.match(failure.error) for failure in failures)
 
 
 def read_failure(rank: int, process: ProcessFailure) -> Failure:
@@ -200,7 +255,7 @@ def report(failure: Failure, job: Job) -> int:
             text += " (often the system's answer to memory running out)"
         if failure.exit_code == -signal.SIGABRT:  # how NCCL ends a rank whose collective takes too long
             with suppress(OSError):
-                note = Path(f"{job.error_file(failure.rank)}{NOTE}").read_text()
+                note = (job.log_folder / f"rank-{failure.rank}.error.json{NOTE}").read_text()
                 text += f" (as when NCCL gives up a collective): {note}"
         text += f". The end of its output:\n{output}" if output else ""
     if not shown:
@@ -212,27 +267,22 @@ def report(failure: Failure, job: Job) -> int:
 # --- the agent ---
 
 
-def end_stuck_workers(error_files: Collection[str]) -> None:
+def end_stuck_workers(job: Job, over: threading.Event) -> None:
     """Waits until a worker has recorded an error, and SHUTDOWN_SECONDS later kills those of this node that are left.
 
-    The agent waits 30 s for them after a failure, whatever shutdown_timeout says: that holds when the agent itself is
-    asked to end only (seen on torch 2.11.0 and 2.13.0). A worker that is stopped sees the agent's SIGTERM once it is
-    continued.
+    The agent waits 30 s for them after a failure, whatever shutdown_timeout says: that holds only when the agent itself
+    is asked to end (seen on torch 2.13.0). A worker that is stopped sees its SIGTERM once it is continued.
+    over: set when the agent has ended the workers.
     """
-    while not any(os.path.exists(path) for path in error_files):
-        time.sleep(0.5)
-    time.sleep(1.0)
-    workers = _session_leaders_of(os.getpid())
-    for pid in workers:
-        _kill_group(pid, signal.SIGCONT)
-    time.sleep(SHUTDOWN_SECONDS - 1.0)
-    for pid in workers & _session_leaders_of(os.getpid()):
-        _kill_group(pid, signal.SIGKILL)
-
-
-def _kill_group(pid: int, signum: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signum)
+    while not any(job.log_folder.glob("rank-*.error.json")):
+        if over.wait(0.5):
+            return
+    for seconds, signum in ((1.0, signal.SIGCONT), (SHUTDOWN_SECONDS - 1.0, signal.SIGKILL)):
+        if over.wait(seconds):
+            return
+        for pid in _session_leaders_of(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signum)
 
 
 def _session_leaders_of(parent: int) -> set[int]:
@@ -262,10 +312,9 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
             visible = {local for local, rank in ranks.items() if job.shows(rank)}
             direct, tee = (visible, set()) if len(visible) == 1 else (set(), visible)
             files = {local: str(job.log_folder / f"rank-{rank}") for local, rank in ranks.items()}
-            errors = {local: job.error_file(rank) for local, rank in ranks.items()}
             for local, env in envs.items():
-                env["TORCHELASTIC_ERROR_FILE"] = errors[local]
-            threading.Thread(target=end_stuck_workers, args=(errors.values(),), daemon=True).start()
+                env["TORCHELASTIC_ERROR_FILE"] = files[local] + ".error.json"
+                env["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)  # keeps the workers' keys in the store apart
             outs = {local: "" if local in direct else files[local] + ".out" for local in files}
             errs = {local: "" if local in direct else files[local] + ".err" for local in files}
             return LogsDest(
@@ -273,7 +322,7 @@ def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
                 stderrs=errs,
                 tee_stdouts={local: outs[local] for local in tee},
                 tee_stderrs={local: errs[local] for local in tee},
-                error_files=errors,
+                error_files={local: files[local] + ".error.json" for local in files},
             )
 
     return RankLogs()
@@ -296,17 +345,54 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
 
     environment: variables for the workers, besides this process's own.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the agent copies the output of several ranks through it
+    world = job.nodes.count * job.nproc
+    try:
+        with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:
+            file = StopFile(Path(folder) / "stop")
+            own = {WORLD_SIZE: str(world), LAUNCHER_PID: str(os.getpid()), STOP_FILE: str(file.asked)}
+            os.environ.update({**environment, **own})
+            signals = StopSignals(job, file)
+            meeting_point = hold_meeting_point(job)  # noqa: F841 - lives as long as this function
+            with signals.default_until_workers_start():
+                while failures := run_agent(job, signals, module, arguments):
+                    code = report(root_cause(failures), job)
+                    if job.attempt == job.max_restarts or signals.first or file.now.exists() or is_final(failures):
+                        return code
+                    job = job.again()
+                    say(f"restart {job.attempt} of {job.max_restarts}")
+            if not file.saved.exists():
+                return EXIT_DONE
+            say("stopped and saved: the same command goes on from there")
+            return EXIT_PREEMPTED
+    except Stopped as stop:
+        say(f"{stop}; the workers have been ended. The same command goes on from the last checkpoint, if there is one")
+        return EXIT_ERROR
+    except Exception as error:
+        say(_agent_error(error, job))
+        return EXIT_ERROR
+
+
+def hold_meeting_point(job: Job) -> Any:
+    """On the main node, what keeps the port where the nodes meet open between two attempts (the agent's own store goes
+    with each): a node that is quicker to start again would find nothing there, or what is about to go. Else None."""
+    if not (job.max_restarts and job.nodes.port and job.nodes.is_main):
+        return None
+    from torch.distributed import TCPStore
+
+    with suppress(RuntimeError):  # the agent will meet the same trouble, and it is reported then
+        return TCPStore("127.0.0.1", job.nodes.port, is_master=True, multi_tenant=True, wait_for_workers=False)
+    return None
+
+
+def run_agent(job: Job, signals: StopSignals, module: str, arguments: Sequence[str]) -> list[Failure]:
+    """Runs the workers once; returns those that have failed, in the order of discovery."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     quiet_agent()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # the agent copies the output of several ranks through it
     job.log_folder.mkdir(parents=True, exist_ok=True)
-    world = job.nodes.count * job.nproc
-    os.environ.update({**environment, WORLD_SIZE: str(world), LAUNCHER_PID: str(os.getpid())})
-    signals = StopSignals()
     settings: dict[str, Any] = {
         **_rendezvous(job),
         "min_nodes": job.nodes.count,
@@ -323,21 +409,15 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # shutdown_timeout is younger than torch 2.11
     config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+    over = threading.Event()
+    threading.Thread(target=end_stuck_workers, args=(job, over), daemon=True).start()
     try:
-        with signals.default_until_workers_start():
-            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
-        return report(root_cause([read_failure(rank, process) for rank, process in error.failures.items()]), job)
-    except Stopped as stop:
-        say(f"stopped by {stop.name}; {STOPPED}")
-        return EXIT_ERROR
-    except SignalException as stop:
-        say(f"stopped by {stop.sigval.name}; {STOPPED}")
-        return EXIT_ERROR
-    except Exception as error:
-        say(_agent_error(error, job))
-        return EXIT_ERROR
-    return EXIT_DONE
+        return [read_failure(rank, process) for rank, process in error.failures.items()]
+    finally:
+        over.set()
+    return []
 
 
 def _rendezvous(job: Job) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Worker entry: `python -m titanlite.train CONFIG.toml`, one process a rank, started by the launcher or by torchrun.
 
-Exit codes: 0 done, 2 the input is wrong, 1 anything else. Errors are handed to the launcher, which prints the first
-one only.
+Exit codes: 0 done, or stopped and saved; 2 the input is wrong, 1 anything else. Errors are handed to the launcher,
+which prints the first one only.
 """
 
 from __future__ import annotations
@@ -11,27 +11,33 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-from titanlite.config.check import static_problems
-from titanlite.config.load import load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
-from titanlite.lifeline import die_with_launcher
-from titanlite.parallel import runtime
-from titanlite.trainer import Trainer
+from titanlite.lifeline import job_end, watch_launcher_and_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     name, *overrides = sys.argv[1:] if argv is None else argv
-    die_with_launcher()
+    stop = watch_launcher_and_signals()
+    # Only now: these take seconds to load, and start threads.
+    from titanlite.config.check import static_problems
+    from titanlite.config.load import load
+    from titanlite.parallel import runtime
+    from titanlite.trainer import Trainer
+
     try:
         loaded = load(name, overrides)
         config = loaded.config
         ranks = runtime.start(config.comm, config.run, config.parallelism)
         if problems := static_problems(loaded, ranks.world_size):  # the launcher's rules hold without it, too
             raise InputError(problems)
+        if ranks.is_main and config.checkpoint.enable and config.checkpoint.before_walltime:  # one clock for all
+            end = job_end(os.environ, config.checkpoint.walltime)
+            stop.deadline = None if end is None else end - config.checkpoint.before_walltime
         with ranks.watched(give_up):
-            Trainer(config, ranks).train()
+            trainer = Trainer(config, ranks, stop)
+            trainer.train()
+        if trainer.stopped:
+            stop.tell_saved()
     except Exception as error:
         wrong_input = isinstance(error, InputError)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -51,6 +57,8 @@ def record(error: Exception) -> None:
     Whole or not at all: a rank that is ended in the middle of torch's own writing would leave a file that makes the
     launcher's agent fail in its turn.
     """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{path}.new"
     try:

@@ -24,7 +24,7 @@ from titanlite.data.phase import first_phase, resume
 from titanlite.data.prepare import prepare
 from titanlite.files import write_atomically
 from titanlite.identity import check_ranks_agree, check_same_run, check_train_state
-from titanlite.lifeline import has_launcher
+from titanlite.lifeline import NO_REASON, StopRequest, describe, has_launcher
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.throughput import Throughput, bf16_slower_than_fp32, peak_flops
 from titanlite.model.flops import flops_per_token
@@ -37,6 +37,10 @@ from titanlite.parallel.runtime import Ranks
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm of a step was NaN or infinite. The step's update was not applied."""
+
+
+class NotSavedError(RuntimeError):
+    """The run was told to save and end, and cannot save."""
 
 
 @dataclass
@@ -81,18 +85,22 @@ class PendingStep:
 
     state: TrainState
     lr: float
-    scalars: DeferredScalars  # loss (mean over the step's valid targets), gradient norm, 1.0 if not finite, others
+    scalars: DeferredScalars  # loss (mean over the valid targets), norm, 1.0 if not finite, StopRequest.reason, others
     others: tuple[str, ...]  # names of the other scalars, as a row has them
     measured: Callable[[], dict[str, float]]  # reads what the form of parallelism adds to a row
 
 
 class Trainer:
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    """stop: what asks this rank to save and end; what any rank is asked to do, all do after the same step."""
+
+    def __init__(self, config: Config, ranks: Ranks, stop: StopRequest | None = None) -> None:
         self.config = config
         self.ranks = ranks
         self.folder = Path(config.run.output_dir) / config.run.name
         self.state = TrainState()
         self.pending: PendingStep | None = None
+        self._stop_request = stop or StopRequest()
+        self._stop_reason = NO_REASON  # agreed upon
         self.metrics: MetricsLogger | None = None
         self.first_step_of_process = True
         self._lock = lock_folder(self.folder, WORKER_LOCK, wait_seconds=10) if ranks.is_main else None
@@ -244,6 +252,11 @@ class Trainer:
         """No step follows: training.steps are done, or data.epochs are used up."""
         return self.finished or self.loader.steps_left == 0
 
+    @property
+    def stopped(self) -> bool:
+        """The run has been told to end before its end. Once train() returns, nothing of it is lost."""
+        return self._stop_reason != NO_REASON and not self.ending
+
     def train(self) -> None:
         if self.finished:
             self._say(
@@ -256,8 +269,9 @@ class Trainer:
         if gc_freq:
             gc.disable()  # ranks that collect at different moments wait for each other
             gc.collect()
+        self._agree_to_stop()
         self.throughput.reset()
-        while not self.ending:
+        while not (self.ending or self.stopped):
             self.ranks.doing(f"step {self.state.step + 1}")
             waited = time.perf_counter()
             microbatches = next(self.loader)
@@ -286,11 +300,12 @@ class Trainer:
         self.optimizer.step(lr, stats.grad_scale, found_inf)
         others = self.model.finish_step(found_inf)
         self.model.zero_grad()
+        stop = self.ranks.max_over_world(self._stop_wish())
 
         self.state.step += 1
         self.state.samples += config.training.global_batch_size
         self.state.tokens += self.tokens_per_step
-        scalars = DeferredScalars([loss, stats.norm, found_inf, *others.values()])
+        scalars = DeferredScalars([loss, stats.norm, found_inf, stop, *others.values()])
         measured = self.model.metrics()
         self.pending = PendingStep(dataclasses.replace(self.state), lr, scalars, tuple(others), measured)
 
@@ -313,9 +328,18 @@ class Trainer:
             self.save(wait=last)
         elif self.checkpoints is not None:
             self.checkpoints.poll()
+        if validate or save:
+            self._agree_to_stop()
 
     def _end(self) -> None:
         self._flush()
+        if self.stopped and not self.first_step_of_process:
+            if self.checkpoints is None:
+                raise NotSavedError(
+                    f"stopped at step {self.state.step} by {describe(self._stop_reason)}; nothing is saved, as "
+                    "checkpoint.enable is false"
+                )
+            self.save(wait=True)
         if self.checkpoints is not None:
             self.checkpoints.finish()
         self.loader.close()
@@ -323,6 +347,8 @@ class Trainer:
         step, epochs = self.state.step, self.config.data.epochs
         if self.finished:
             self._say(f"finished at step {step}: {self.folder}")
+        elif self.stopped:
+            self._say(f"stopped at step {step} by {describe(self._stop_reason)}: nothing is lost")
         else:
             self._say(
                 f"ended at step {step}: less than a step is left of the data's {epochs} epochs "
@@ -330,6 +356,15 @@ class Trainer:
             )
         assert self.metrics is not None
         self.metrics.close()
+
+    # ---- the end before the end --------------------------------------------------------------------------------
+
+    def _stop_wish(self) -> Tensor:
+        return torch.full((), self._stop_request.reason, dtype=torch.float32, device=self.ranks.device)
+
+    def _agree_to_stop(self) -> None:
+        """Where the host waits for the device anyway: at the start, and after what may have taken minutes."""
+        self._stop_reason = max(self._stop_reason, int(self.ranks.max_over_world(self._stop_wish()).item()))
 
     # ---- validation --------------------------------------------------------------------------------------------
 
@@ -381,8 +416,9 @@ class Trainer:
 
     def _report(self, done: PendingStep, validate: Callable[[], dict[str, float]] | None = None) -> None:
         """Reads a launched step's numbers, stops all ranks if they are not finite, logs them when it is time."""
-        loss, norm, not_finite, *others = done.scalars.get()
+        loss, norm, not_finite, stop, *others = done.scalars.get()
         step = done.state.step
+        self._stop_reason = max(self._stop_reason, int(stop))
         if not_finite:
             if self.checkpoints is not None:
                 self.checkpoints.finish()

@@ -18,13 +18,14 @@ STUB_LAUNCH = (sys.executable, "-m", "tests.cli.stub_launch")
 _LAUNCH_VARIABLES = {
     *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "LOG_RANK", "OMP_NUM_THREADS"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "TITANLITE_WORLD_SIZE", "TITANLITE_LAUNCHER_PID", "CUDA_VISIBLE_DEVICES"),
+    *("TITANLITE_STOP_FILE", "TITANLITE_START_TIME", "SLURM_JOB_END_TIME"),
 }
 
 
-def environment(**changes: str) -> dict[str, str]:
+def environment(**changes: Any) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return env | changes
+    return env | {name: str(value) for name, value in changes.items()}
 
 
 def run(

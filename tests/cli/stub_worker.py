@@ -1,4 +1,5 @@
-"""A worker that does what STUB says, rank by rank: "0:done 1:raise". Starts in a tenth of a second, without torch."""
+"""A worker that does what STUB says, rank by rank: "0:done 1:raise", attempt by attempt: "1:raise / 1:done". Starts in
+a tenth of a second, without torch."""
 
 import json
 import os
@@ -8,9 +9,13 @@ import time
 import traceback
 from pathlib import Path
 
-from titanlite.lifeline import die_with_launcher
+from titanlite.lifeline import StopRequest, describe, watch_launcher_and_signals
 
 RANK = int(os.environ["RANK"])
+
+
+class NonFiniteError(RuntimeError):
+    """As the trainer's."""
 
 
 def record(error: Exception) -> None:
@@ -31,7 +36,7 @@ def fail(error: Exception, code: int = 1) -> int:
     return code
 
 
-def act(what: str) -> int:
+def act(what: str, request: StopRequest) -> int:
     match what:
         case "done":
             print(f"rank {RANK} says hello")
@@ -56,6 +61,8 @@ def act(what: str) -> int:
             return 1
         case "input":
             return fail(ValueError("InputError stands here"), 2)
+        case "nan":
+            return fail(NonFiniteError("step 3: loss nan"))
         case "quiet":
             print("the last words", file=sys.stderr)
             return 3
@@ -67,6 +74,13 @@ def act(what: str) -> int:
             wait()
         case "hang":
             wait()
+        case "save":  # what a request is answered by, after a moment
+            wait(until=request)
+            time.sleep(0.5)
+            print(f"rank {RANK} was asked by {describe(request.reason)}")
+            request.tell_saved()
+        case "finish":  # the run's end comes before the request is seen
+            wait(until=request)
         case _:
             raise AssertionError(what)
     return 0
@@ -76,12 +90,15 @@ def sign_of_end(rank: int) -> Path:
     return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(f"rank-{rank}.error.gone")
 
 
-def wait() -> None:
+def wait(until: StopRequest | None = None) -> None:
     Path(os.environ["STUB_FOLDER"], f"pid-{RANK}").write_text(str(os.getpid()))
-    time.sleep(300)
+    end = time.monotonic() + 300
+    while time.monotonic() < end and not (until and until.reason):
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    die_with_launcher()
-    acts = dict(part.split(":") for part in os.environ["STUB"].split())
-    sys.exit(act(acts.get(str(RANK), "done")))
+    request = watch_launcher_and_signals()
+    attempts = os.environ["STUB"].split("/")
+    acts = dict(part.split(":") for part in attempts[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split())
+    sys.exit(act(acts.get(str(RANK), "done"), request))

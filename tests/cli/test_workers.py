@@ -115,15 +115,41 @@ def test_second_job_in_one_folder(arguments: list[str], tmp_path: Path) -> None:
     assert stub(arguments, "").returncode == 0
 
 
+# --- restarts ---
+
+
+def test_restarts(arguments: list[str], tmp_path: Path) -> None:
+    """Each is told with its cause, writes its own logs, and finds nothing of the one before it."""
+    acts = "0:done 1:raise / 0:done 1:kill / 0:done 1:environment / 1:raise"
+    done = stub(arguments, acts, "--max-restarts", "3")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stderr.index("restart 1 of 3"), done.stderr.index("restart 2 of 3")
+    assert done.stderr.index("failed: RuntimeError: boom on 1") < first < done.stderr.index("SIGKILL") < second
+    assert "restart 3" not in done.stderr
+    (folder,) = tmp_path.glob("outputs/tiny/logs/*")
+    assert "boom on 1" in (folder / "rank-1.error.json").read_text()
+    assert not list(folder.glob("restart-1/rank-1.error.json")), "what is killed leaves no record"
+    assert json.loads((folder / "restart-2/rank-1.out").read_text())["TORCHELASTIC_RESTART_COUNT"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("acts", "code"), [("1:raise / 1:raise / 1:done", 1), ("1:input / 1:done", 2), ("1:nan / ", 1)]
+)
+def test_restarts_that_are_used_up_or_of_no_use(acts: str, code: int, arguments: list[str]) -> None:
+    done = stub(arguments, acts, "--max-restarts", "1")
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("restart 1 of 1") == acts.count("raise") // 2 and "restart 2" not in done.stderr
+
+
 # --- no worker lives on ---
 
 
 class Running:
     """A launcher whose workers hang, and their process ids."""
 
-    def __init__(self, arguments: list[str], folder: Path, acts: str) -> None:
+    def __init__(self, arguments: list[str], folder: Path, acts: str, *options: str) -> None:
         self.process = subprocess.Popen(
-            ["sh", "-c", 'trap "" HUP; exec "$@"', "nohup", *STUB_LAUNCH, *arguments],
+            ["sh", "-c", 'trap "" HUP; exec "$@"', "nohup", *STUB_LAUNCH, *arguments, *options],
             cwd=ROOT,
             env=environment(STUB=acts, STUB_FOLDER=str(folder)),
             stderr=subprocess.PIPE,
@@ -149,7 +175,8 @@ class Running:
 
 @pytest.fixture
 def running(arguments: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
-    job = Running(arguments, tmp_path, getattr(request, "param", "0:hang 1:hang"))
+    given = getattr(request, "param", "0:hang 1:hang")
+    job = Running(arguments, tmp_path, *([given] if isinstance(given, str) else given))
     yield job
     job.close()
 
@@ -161,23 +188,94 @@ def test_nohup(running: Running) -> None:
     assert all(is_running(pid) for pid in running.workers)
 
 
+@pytest.mark.parametrize("running", ["0:save 1:save"], indirect=True)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signal_ends_all(running: Running, signum: signal.Signals) -> None:
+def test_signal_lets_the_workers_save(running: Running, signum: signal.Signals) -> None:
     running.process.send_signal(signum)
+    time.sleep(0.2)
+    running.process.send_signal(signum)  # as timeout(1) does
     code, stderr = running.end()
-    assert code == 1
-    assert f"stopped by {signum.name}" in stderr and "Traceback" not in stderr
-    assert not any(is_running(pid) for pid in running.workers)
+    assert code == 75, stderr
+    assert f"{signum.name}: the workers save" in stderr and "stopped and saved" in stderr
+    assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("running", ["0:stubborn 1:stubborn"], indirect=True)
+@pytest.mark.parametrize("running", ["0:save 1:save"], indirect=True)
+def test_a_rank_with_the_signal_is_asked_to_save(running: Running) -> None:
+    for pid in running.workers:
+        os.kill(pid, signal.SIGUSR1)
+    code, stderr = running.end()
+    assert code == 75 and "stopped and saved" in stderr, stderr
+
+
+@pytest.mark.parametrize("running", ["0:finish 1:finish"], indirect=True)
+def test_workers_that_are_done_are_done(running: Running) -> None:
+    running.process.terminate()
+    assert running.end()[0] == 0
+
+
+@pytest.mark.parametrize("running", ["0:stubborn 1:hang"], indirect=True)
 def test_second_signal_leaves_no_worker(running: Running) -> None:
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert all(is_running(pid) for pid in running.workers)
+    started = time.monotonic()
     for _ in range(3):
         running.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
     code, stderr = running.end()
     assert code == 1 and "Traceback" not in stderr
+    assert "stopped by a second signal, SIGINT" in stderr
+    assert time.monotonic() - started < 8, "the workers end themselves, before they are killed"
     assert not any(is_running(pid) for pid in running.workers)
+
+
+@pytest.mark.parametrize("running", [("0:hang 1:hang", "--checkpoint.grace_seconds", "1")], indirect=True)
+def test_the_grace_runs_out(running: Running) -> None:
+    running.process.terminate()
+    code, stderr = running.end()
+    assert code == 1 and "not saved and ended within 1 s (checkpoint.grace_seconds)" in stderr
+    assert not any(is_running(pid) for pid in running.workers)
+
+
+@pytest.mark.parametrize("running", [("0:hang 1:hang", "--checkpoint.enable=false")], indirect=True)
+def test_a_run_that_cannot_save_ends_at_once(running: Running) -> None:
+    running.process.terminate()
+    code, stderr = running.end()
+    assert code == 1 and "nothing is saved, as checkpoint.enable is false" in stderr
+    assert not any(is_running(pid) for pid in running.workers)
+
+
+@pytest.mark.parametrize("running", [("0:hang 1:hang", "--max-restarts", "1")], indirect=True)
+def test_a_second_signal_to_a_rank_ends_all(running: Running) -> None:
+    os.kill(running.workers[1], signal.SIGTERM)
+    time.sleep(4)
+    assert all(is_running(pid) for pid in running.workers)
+    os.kill(running.workers[1], signal.SIGTERM)
+    code, stderr = running.end()
+    assert "restart" not in stderr
+    assert code == 1 and "rank 1" in stderr and "ended by a second signal, SIGTERM" in stderr, stderr
+
+
+def test_the_survivor_of_a_failure_ends_at_once(running: Running) -> None:
+    """The agent's SIGTERM is no request to save: there is nobody to save with."""
+    started = time.monotonic()
+    os.kill(running.workers[1], signal.SIGKILL)
+    code, stderr = running.end()
+    assert code == 1 and "rank 1" in stderr and "SIGKILL" in stderr, stderr
+    assert time.monotonic() - started < 5
+    assert not any(is_running(pid) for pid in running.workers)
+
+
+def test_a_signal_in_the_first_moment_of_a_worker_is_kept(arguments: list[str], tmp_path: Path) -> None:
+    """Before its first instruction of Python."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif 'TORCHELASTIC_RUN_ID' in os.environ:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    done = stub(arguments, "0:save 1:save", PYTHONPATH=path, STUB_FOLDER=tmp_path)
+    assert done.returncode == 75, done.stderr
+    assert "rank 0 was asked by SIGTERM to a rank" in done.stdout
 
 
 @pytest.mark.parametrize("running", ["0:stubborn 1:stubborn"], indirect=True)
@@ -213,12 +311,13 @@ def start_node(arguments: list[str], rank: int, port: int, *more: str, **env: st
     )
 
 
-def test_two_nodes(arguments: list[str]) -> None:
-    port = free_port()
-    nodes = [start_node(arguments, rank, port, STUB="1:environment 3:environment") for rank in range(2)]
+def test_two_nodes_and_their_restart(arguments: list[str]) -> None:
+    port, acts = free_port(), "0:raise 2:raise / 1:environment 3:environment"
+    nodes = [start_node(arguments, rank, port, "--max-restarts", "1", STUB=acts) for rank in range(2)]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    for rank, (stdout, _) in zip((1, 3), outputs, strict=True):
+    for rank, (stdout, stderr) in zip((1, 3), outputs, strict=True):
+        assert f"boom on {rank - 1}" in stderr and "restart 1 of 1" in stderr
         (line,) = [line for line in stdout.splitlines() if "{" in line]
         env = json.loads(line.removeprefix(f"[rank {rank}] "))
         assert (env["RANK"], env["WORLD_SIZE"], env["TITANLITE_WORLD_SIZE"]) == (str(rank), "4", "4")

@@ -1,9 +1,13 @@
 """What the launcher says before it starts anything."""
 
+import time
+
 import pytest
 
 from titanlite.config.load import load
-from titanlite.launch import large_for_a_cpu, process_count
+from titanlite.config.problems import Problem
+from titanlite.launch import large_for_a_cpu, process_count, walltime_warnings
+from titanlite.lifeline import JOB_END_TIME, START_TIME, job_end
 from titanlite.machine import Nodes
 
 
@@ -41,3 +45,31 @@ def test_a_large_model_on_a_cpu_is_warned_about() -> None:
 def test_processes_when_nobody_says_how_many(options: list[str], gpus: int, nodes: int, processes: int) -> None:
     found = process_count(load("llama_debug", options), Nodes(count=nodes), gpus, [])
     assert found == processes
+
+
+def test_the_end_of_the_job() -> None:
+    slurm, started = {JOB_END_TIME: "1700000000"}, {START_TIME: "1600000000.5"}
+    assert job_end(slurm | started, 60) == 1700000000
+    assert job_end({JOB_END_TIME: "0"} | started, 60) == job_end({JOB_END_TIME: "soon"} | started, 60) == 1600000060.5
+    assert job_end({}, 60) == pytest.approx(time.time() + 60, abs=5)
+    assert job_end(started, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "ends_in", "warned", "refused"),
+    [
+        (["--checkpoint.before_walltime", "300"], 500, False, False),
+        (["--checkpoint.before_walltime", "300"], 200, False, True),
+        (["--checkpoint.before_walltime", "300"], None, True, False),
+        (["--checkpoint.before_walltime", "300", "--checkpoint.walltime", "400"], None, False, False),
+        (["--checkpoint.before_walltime", "300", "--checkpoint.walltime", "300"], None, False, True),
+        (["--checkpoint.before_walltime", "300", "--checkpoint.enable=false"], 200, False, False),
+        ([], 200, False, False),
+    ],
+)
+def test_saving_before_the_end_of_the_job(options: list[str], ends_in: int | None, warned: bool, refused: bool) -> None:
+    environ = {START_TIME: str(time.time())} | ({JOB_END_TIME: str(int(time.time()) + ends_in)} if ends_in else {})
+    problems: list[Problem] = []
+    warnings = walltime_warnings(load("llama_debug", options), environ, problems)
+    assert [("walltime" in text) for text in warnings] == [True] * warned
+    assert [(problem.key, problem.got) for problem in problems] == [("checkpoint.before_walltime", "300")] * refused

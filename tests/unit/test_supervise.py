@@ -47,7 +47,7 @@ def test_whom_a_rank_that_nccl_has_ended_waited_for(capsys: pytest.CaptureFixtur
     aborted = Failure(0, -signal.SIGABRT, 10, when=100.0)
     assert report(aborted, job) == 1
     assert "was ended by SIGABRT and recorded no error\n" in capsys.readouterr().err
-    Path(f"{job.error_file(0)}{NOTE}").write_text("step 7 has taken 80 s; behind it are rank 1")
+    (tmp_path / f"rank-0.error.json{NOTE}").write_text("step 7 has taken 80 s; behind it are rank 1")
     assert report(aborted, job) == 1
     assert (
         "SIGABRT and recorded no error (as when NCCL gives up a collective): step 7 has taken 80"

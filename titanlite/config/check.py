@@ -554,15 +554,18 @@ def _checkpoint_warnings(loaded: Loaded) -> list[str]:
             f"checkpoint.enable is false: what is in {folder} is not gone on from. The run starts anew, and the "
             "metrics of the earlier one are set aside."
         ]
+    found = []
+    if checkpoint.walltime and not checkpoint.before_walltime:
+        found.append("checkpoint.walltime: ignored while checkpoint.before_walltime is 0.")
     if checkpoint.keep_every and checkpoint.keep_latest_k == 0:
-        return ["checkpoint.keep_every: ignored while checkpoint.keep_latest_k is 0, which keeps all checkpoints."]
-    if checkpoint.keep_every % checkpoint.interval:
+        found.append("checkpoint.keep_every: ignored while checkpoint.keep_latest_k is 0, which keeps all checkpoints.")
+    elif checkpoint.keep_every % checkpoint.interval:
         kept = math.lcm(checkpoint.keep_every, checkpoint.interval)
-        return [
+        found.append(
             f"checkpoint.keep_every = {checkpoint.keep_every} is no multiple of checkpoint.interval = "
             f"{checkpoint.interval}: only every {kept}th step is both saved and kept for good."
-        ]
-    return []
+        )
+    return found
 
 
 def _lr_warnings(loaded: Loaded) -> list[str]:

@@ -327,6 +327,17 @@ class CheckpointConfig(Section):
         description='"auto": from the newest checkpoint of the run folder, if any. "never": refused when there is one. '
         "Else the path of a step folder.",
     )
+    grace_seconds: Positive = Field(
+        600, description="How long the ranks may take to save once a signal has asked for it; then they are ended."
+    )
+    before_walltime: NonNegative = Field(
+        0,
+        description="Seconds before the end of the job at which to save and exit with 75: more than a step, a "
+        "validation and a save take together. 0: never.",
+    )
+    walltime: NonNegative = Field(
+        0, description="Seconds that the job may take. SLURM_JOB_END_TIME counts where Slurm sets it. 0: not known."
+    )
 
 
 class ValidationConfig(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -18,6 +17,7 @@ from titanlite.data.order import SampleOrder
 from titanlite.data.prepare import PreparedData
 from titanlite.data.shards import TokenArray
 from titanlite.data.tokens import open_tokens
+from titanlite.lifeline import heed_only_the_parent
 from titanlite.model.loss import IGNORED
 
 Batch = dict[str, Tensor]
@@ -67,7 +67,7 @@ class TrainLoader:
                 num_workers=num_workers,
                 collate_fn=_Microbatches(local_batch_size),
                 pin_memory=pin_memory,
-                worker_init_fn=_ignore_signals if num_workers else None,
+                worker_init_fn=_heed_only_the_parent if num_workers else None,
                 snapshot_every_n_steps=1 << 62,  # its state is not saved, so it need not travel either
                 generator=torch.Generator(),  # it draws a seed: not from the generator of the run
             )
@@ -228,8 +228,5 @@ class _Microbatches:
         return [dict(zip(chunks, parts, strict=True)) for parts in zip(*chunks.values(), strict=True)]
 
 
-def _ignore_signals(worker: int) -> None:
-    """A terminal's Ctrl-C and a scheduler's USR1 reach every process. The launcher acts on them, and a reader ends with
-    its trainer; handlers of the two that were set before the fork go."""
-    for name in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
+def _heed_only_the_parent(worker: int) -> None:
+    heed_only_the_parent()

@@ -110,6 +110,12 @@ class Ranks:
             dist.all_reduce(tensor, group=self.meshes.loss.get_group())
         return tensor
 
+    def max_over_world(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Maximum, in place, over all ranks; returns the tensor."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank src's object, pickled; the argument of the other ranks is ignored."""
         if self.world_size == 1:
@@ -189,7 +195,7 @@ def connect(
     world_size: int = 1,
 ) -> None:
     """Join the world: through the given store as this rank, else as torchrun's environment says, else alone."""
-    device = _device(run)
+    device, timeout = _device(run), timedelta(seconds=comm.init_timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if store is None:
@@ -198,14 +204,23 @@ def connect(
             store = dist.HashStore()
         else:
             rank, world_size = world
-    options: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
+            store = environment_store(timeout)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=comm.init_timeout_seconds),
+        timeout=timeout,
+        store=store,
         rank=rank,
         world_size=world_size,
-        **options,
     )
+
+
+def environment_store(timeout: timedelta) -> dist.Store:
+    """Where the ranks meet, as torchrun's environment says.
+
+    Its restarts share one store (seen on torch 2.13.0), where a rank would find the addresses of the dead.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def stop(timeout: float = 10.0) -> None:

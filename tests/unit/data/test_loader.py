@@ -183,6 +183,24 @@ def test_close_ends_the_workers_at_any_time(prepared: PreparedData, steps: int):
     assert list(loader) == []
 
 
+def test_readers_heed_only_their_parent(prepared: PreparedData):
+    """A scheduler's signal goes to all processes of a job, and must not end those that read for its last step."""
+    before = set(multiprocessing.active_children())
+    loader = build(prepared, num_workers=2)
+    next(loader)
+    readers = list(set(multiprocessing.active_children()) - before)
+    pids = [str(process.pid) for process in readers]
+    for name in ("TERM", "INT", "USR1"):
+        subprocess.run(["sh", "-c", f"kill -{name} {' '.join(pids)}"], check=True)  # not from here
+    time.sleep(0.3)
+    assert all(process.is_alive() for process in readers)
+    next(loader)
+    readers[0].terminate()
+    readers[0].join(5)
+    assert not readers[0].is_alive()
+    loader.close()
+
+
 def test_a_process_that_fails_without_close_still_ends(prepared: PreparedData):
     code = f"""
         import signal

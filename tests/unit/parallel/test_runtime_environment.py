@@ -2,9 +2,11 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titanlite.config.problems import InputError
 from titanlite.config.schema import RunConfig
@@ -53,6 +55,20 @@ def test_all_problems_at_once(environment):
     with pytest.raises(InputError) as caught:
         runtime.read_environment()
     assert len(caught.value.problems) == 5
+
+
+def test_a_restart_finds_nothing_of_the_attempt_before_it_in_the_same_store(environment, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment({**GOOD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)})
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    found = []
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        store = runtime.environment_store(timedelta(seconds=10))
+        found.append(store.check(["address of rank 0"]))
+        store.set("address of rank 0", "here")
+        found.append(store.check(["address of rank 0"]))
+    assert found == [False, True, False, True]
 
 
 def test_expected_world(environment):
