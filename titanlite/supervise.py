@@ -27,6 +27,7 @@ from titanlite.command_line import say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_WRONG_INPUT
 from titanlite.lifeline import LAUNCHER_PID, STOP_FILE, StopFile, stop_signals
 from titanlite.machine import Nodes
+from titanlite.parallel.heartbeat import NOTE, is_consequence
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -171,26 +172,19 @@ class Failure:
             return f"signal {-self.exit_code}"
 
 
-# What a rank reports when another one is gone.
-_CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError"
-    r"|recvValue failed|sendBytes failed|timed out waiting|remote process exited|ncclRemoteError",
-    re.IGNORECASE,
-)
-
-
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """The failure to report: the earliest that is not the consequence of another.
 
     A lost connection is a consequence, and so is an end by SIGTERM without a recorded error: the agent sends it to
-    all others once it sees one that has failed. What is given comes in the order of discovery, which decides between
-    equals.
+    all others once it sees one that has failed, and SIGKILL some time later to those that are still there. A collective
+    that has timed out before is the cause of that SIGKILL. What is given comes in the order of discovery, which decides
+    between equals.
     """
 
     def key(failure: Failure) -> tuple[int, float]:
         if failure.exit_code == -signal.SIGTERM and not failure.error:
             return 2, 0.0
-        return (1 if _CONSEQUENCE.search(failure.error) else 0), failure.when
+        return (1 if is_consequence(failure.error) else 0), failure.when
 
     return min(failures, key=key)
 
@@ -214,7 +208,7 @@ def read_failure(rank: int, process: ProcessFailure) -> Failure:
             when = path.stat().st_mtime
             if isinstance(message, dict):
                 error = str(message.get("message", ""))
-                traceback = str(message.get("extraInfo", {}).get("py_callstack", ""))
+                traceback = str(message.get("extraInfo", {}).get("py_callstack", "")).removeprefix("NoneType: None\n")
             else:
                 error = str(message)
         except (OSError, ValueError, KeyError):
@@ -251,7 +245,7 @@ def report(failure: Failure, job: Job) -> int:
     output = "" if shown else tail(log)
     if failure.error:
         text = f"{where} failed: {failure.error}"
-        if _CONSEQUENCE.search(failure.error) and job.nodes.count > 1:
+        if is_consequence(failure.error) and job.nodes.count > 1:
             text += "\nThis follows from the end of another rank: see the messages of the other nodes."
         text += f"\n{failure.traceback.rstrip()}" if failure.traceback else ""
     else:
@@ -259,6 +253,10 @@ def report(failure: Failure, job: Job) -> int:
         text = f"{where} {ended} and recorded no error"
         if failure.exit_code == -signal.SIGKILL:
             text += " (often the system's answer to memory running out)"
+        if failure.exit_code == -signal.SIGABRT:  # how NCCL ends a rank whose collective takes too long
+            with suppress(OSError):
+                note = (job.log_folder / f"rank-{failure.rank}.error.json{NOTE}").read_text()
+                text += f" (as when NCCL gives up a collective): {note}"
         text += f". The end of its output:\n{output}" if output else ""
     if not shown:
         text += f"\nOutput of rank {failure.rank}: {log}"
@@ -267,6 +265,35 @@ def report(failure: Failure, job: Job) -> int:
 
 
 # --- the agent ---
+
+
+def end_stuck_workers(job: Job, over: threading.Event) -> None:
+    """Waits until a worker has recorded an error, and SHUTDOWN_SECONDS later kills those of this node that are left.
+
+    The agent waits 30 s for them after a failure, whatever shutdown_timeout says: that holds only when the agent itself
+    is asked to end (seen on torch 2.13.0). A worker that is stopped sees its SIGTERM once it is continued.
+    over: set when the agent has ended the workers.
+    """
+    while not any(job.log_folder.glob("rank-*.error.json")):
+        if over.wait(0.5):
+            return
+    for seconds, signum in ((1.0, signal.SIGCONT), (SHUTDOWN_SECONDS - 1.0, signal.SIGKILL)):
+        if over.wait(seconds):
+            return
+        for pid in _session_leaders_of(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signum)
+
+
+def _session_leaders_of(parent: int) -> set[int]:
+    """The children of a process that lead a session, as workers do; none where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, ppid, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(ppid) == parent and session == stat.parent.name:
+                found.add(int(session))
+    return found
 
 
 def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
@@ -382,10 +409,14 @@ def run_agent(job: Job, signals: StopSignals, module: str, arguments: Sequence[s
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # shutdown_timeout is younger than torch 2.11
     config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+    over = threading.Event()
+    threading.Thread(target=end_stuck_workers, args=(job, over), daemon=True).start()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         return [read_failure(rank, process) for rank, process in error.failures.items()]
+    finally:
+        over.set()
     return []
 
 

@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_main and config.checkpoint.enable and config.checkpoint.before_walltime:  # one clock for all
             end = job_end(os.environ, config.checkpoint.walltime)
             stop.deadline = None if end is None else end - config.checkpoint.before_walltime
-        trainer = Trainer(config, ranks, stop)
-        trainer.train()
+        with ranks.watched(give_up):
+            trainer = Trainer(config, ranks, stop)
+            trainer.train()
         if trainer.stopped:
             stop.tell_saved()
     except Exception as error:
@@ -65,6 +66,15 @@ def record(error: Exception) -> None:
         os.replace(f"{path}.new", path)
     except OSError:  # a full disk, of all things
         traceback.print_exception(error)
+
+
+def give_up(error: Exception) -> None:
+    """Hands the error over and ends the process, for a thread: the main one waits for what never comes."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        record(error)
+    else:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    _exit(EXIT_ERROR)
 
 
 def _exit(code: int) -> None:

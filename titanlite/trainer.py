@@ -295,6 +295,7 @@ class Trainer:
         self._agree_to_stop()
         self.throughput.reset()
         while not (self.ending or self.stopped):
+            self.ranks.doing(f"step {self.state.step + 1}")
             waited = time.perf_counter()
             microbatches = next(self.loader)
             waited = time.perf_counter() - waited
@@ -393,6 +394,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """The mean loss in nats a token, and in bits a byte of text, over a fixed set of held-out samples."""
         assert self.validation is not None
+        self.ranks.doing(f"the validation after step {self.state.step}")
         with self.throughput.pause():
             sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)  # nats, targets, bytes
             for batch in self.validation.batches(self.ranks.data_rank, self.ranks.data_size, self.local_batch_size):
@@ -423,6 +425,7 @@ class Trainer:
                 "data": self.data.record(),
             },
         }
+        self.ranks.doing(f"the save of step {self.state.step}")
         with self.throughput.pause():
             self.checkpoints.save(self.state.step, self._tensors(), manifest, wait=wait)
 

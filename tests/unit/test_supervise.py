@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.machine import Nodes
+from titanlite.parallel.heartbeat import NOTE
 from titanlite.supervise import Failure, Job, report, root_cause
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:4242"
@@ -27,6 +28,31 @@ def test_root_cause() -> None:
     assert root_cause([ended]) is ended
     ended_late = Failure(1, -signal.SIGTERM, 11, when=100.2, error="ValueError: first")  # it had just recorded it
     assert root_cause([lost, later, ended_late]) is ended_late
+
+
+def test_root_cause_of_a_lost_rank() -> None:
+    """A rank that is stopped is ended with SIGKILL by the agent, once the others have named it."""
+    named = Failure(0, 1, 10, when=100.0, error="LostRankError: rank 1 (a, process 11) is gone\nRank 0: " + LOST)
+    peer = Failure(2, 1, 12, when=99.0, error="PeerFailedError: rank 0 failed: LostRankError: rank 1")
+    by_agent = Failure(1, -signal.SIGKILL, 11, when=111.0)
+    assert root_cause([peer, named, by_agent]) is named
+    timeout = Failure(0, 1, 10, when=100.0, error="RuntimeError: Timed out waiting 4000ms for send operation")
+    assert root_cause([timeout, by_agent]) is timeout
+    by_system = Failure(1, -signal.SIGKILL, 11, when=99.0)
+    assert root_cause([peer, named, by_system]) is by_system
+
+
+def test_whom_a_rank_that_nccl_has_ended_waited_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(Nodes(), 2, frozenset({0}), tmp_path, 10)
+    aborted = Failure(0, -signal.SIGABRT, 10, when=100.0)
+    assert report(aborted, job) == 1
+    assert "was ended by SIGABRT and recorded no error\n" in capsys.readouterr().err
+    (tmp_path / f"rank-0.error.json{NOTE}").write_text("step 7 has taken 80 s; behind it are rank 1")
+    assert report(aborted, job) == 1
+    assert (
+        "SIGABRT and recorded no error (as when NCCL gives up a collective): step 7 has taken 80"
+        in capsys.readouterr().err
+    )
 
 
 def test_report_of_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

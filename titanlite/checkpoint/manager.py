@@ -465,7 +465,7 @@ class CheckpointManager:
                 kind, problems = type(error), error.problems
             except Exception as error:
                 failure = dcp.describe(error)
-        value, kind, problems, failure = self._ranks.broadcast_object((value, kind, problems, failure))
+        value, kind, problems, failure = self._channel.broadcast((value, kind, problems, failure))
         if problems:
             raise kind(problems)
         if failure:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -22,11 +23,13 @@ import torch.multiprocessing as mp
 from titanlite.config.layout import Layout, resolve_layout
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import CommConfig, ParallelismConfig, RunConfig
+from titanlite.parallel.heartbeat import Heartbeat
 from titanlite.parallel.mesh import Meshes
 
 LOCALHOST = "127.0.0.1"
 # Longest wait of an ObjectChannel for the slowest rank. Neither of comm's timeouts: a large checkpoint on a busy disk
-# may take one rank minutes longer than another, and that is no failure. Past an hour it is.
+# may take one rank minutes longer than another, and that is no failure. Past an hour it is. A rank that is gone
+# is not waited for: its heartbeat has stopped (see heartbeat.py).
 CHANNEL_TIMEOUT = timedelta(hours=1)
 
 T = TypeVar("T")
@@ -60,6 +63,13 @@ class ObjectChannel:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value; that of the other ranks is ignored."""
+        box = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
     def scatter(self, values: list[T] | None) -> T:
         """Rank 0's list, one value to each rank; the other ranks pass None."""
         if self._group is None:
@@ -85,6 +95,7 @@ class Ranks:
         self.data_rank = meshes.batch.get_local_rank()  # which slice of each step's samples is this rank's ...
         self.data_size = meshes.batch.size()  # ... of how many
         self._comm = comm
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self) -> bool:
@@ -136,6 +147,28 @@ class Ranks:
         assert world is not None
         for group in {world, *self.meshes.groups()}:
             _set_timeout(group, timeout)
+        if self._heartbeat is not None:
+            self._heartbeat.timeout = timeout.total_seconds()
+
+    @contextmanager
+    def watched(self, end: Callable[[Exception], None]) -> Iterator[None]:
+        """While the body runs, find ranks that are gone, and name those that a failed collective has waited for.
+
+        end is called from another thread, see `Heartbeat`. Needs the environment of torchrun, whose store the ranks
+        meet in; without one, and in a world of one, nothing is watched.
+        """
+        if self.world_size == 1 or read_environment() is None:
+            yield
+            return
+        timeout = self._comm.init_timeout_seconds
+        self._heartbeat = Heartbeat(_client_of_the_store(timeout), self.rank, self.world_size, timeout, end)
+        with self._heartbeat.running():
+            yield
+
+    def doing(self, what: str) -> None:
+        """What this rank does from now on, for the message of those that wait for it: "step 12"."""
+        if self._heartbeat is not None:
+            self._heartbeat.doing(what)
 
 
 def start(comm: CommConfig, run: RunConfig, parallelism: ParallelismConfig) -> Ranks:
@@ -257,6 +290,13 @@ def read_environment() -> tuple[int, int] | None:
     if rank >= world_size:
         raise InputError(Problem("environment", "RANK", str(rank), f"0 to WORLD_SIZE - 1 = {world_size - 1}", fix))
     return rank, world_size
+
+
+def _client_of_the_store(timeout: float) -> dist.Store:
+    """A connection of its own to the store that the environment names. Each restart has keys of its own."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    return dist.PrefixStore(f"titanlite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def check_world_size(world_size: int) -> None:
