@@ -14,10 +14,6 @@ from titanlite.lifeline import StopRequest, describe, watch_launcher_and_signals
 RANK = int(os.environ["RANK"])
 
 
-class NonFiniteError(RuntimeError):
-    """As the trainer's."""
-
-
 def record(error: Exception) -> None:
     """As train.record does."""
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
@@ -61,8 +57,6 @@ def act(what: str, request: StopRequest) -> int:
             return 1
         case "input":
             return fail(ValueError("InputError stands here"), 2)
-        case "nan":
-            return fail(NonFiniteError("step 3: loss nan"))
         case "quiet":
             print("the last words", file=sys.stderr)
             return 3
