@@ -208,7 +208,7 @@ def read_failure(rank: int, process: ProcessFailure) -> Failure:
             when = path.stat().st_mtime
             if isinstance(message, dict):
                 error = str(message.get("message", ""))
-                traceback = str(message.get("extraInfo", {}).get("py_callstack", "")).removeprefix("NoneType: None\n")
+                traceback = str(message.get("extraInfo", {}).get("py_callstack", ""))
             else:
                 error = str(message)
         except (OSError, ValueError, KeyError):

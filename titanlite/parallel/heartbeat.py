@@ -137,7 +137,10 @@ class Heartbeat:
                     what = f"the ranks' store has not answered for {silent:.0f} s, so rank 0's node is gone: {problem}"
                 else:
                     self._tell(f"LostRankError: {what}")
-                self._end(LostRankError(what))
+                try:
+                    raise LostRankError(what)  # torchrun shows tracebacks only
+                except LostRankError as error:
+                    self._end(error)
             if not problem and still > limit >= still - self._interval:
                 self._note_who_is_behind(still)
             elif still == 0.0 and self._note is not None:
