@@ -390,7 +390,7 @@ class CheckpointManager:
     def _verify(self, folder: Path) -> str:
         """Read every file of a committed checkpoint, each rank its share; returns a line that says so.
 
-        Raises DamagedError, on all ranks, that names all bad files.
+        Raises DamagedError, on all ranks, that names all bad files; InputError if some may not be read.
         """
         start = time.perf_counter()
 
@@ -401,16 +401,12 @@ class CheckpointManager:
 
         files = self._on_main(look)
 
-        def read() -> list[Problem]:
+        def read() -> None:
             mine = {name: files[name] for name in storage.share(files, self._channel.rank, self._channel.size)}
             storage.wait_for_files(folder, {name: record.bytes for name, record in mine.items()})
-            found = [storage.wrong_with(folder, name, record) for name, record in mine.items()]
-            return [problem for problem in found if problem]
+            storage.check_files(folder, mine)
 
-        found = dcp.agree(self._channel, f"reading {folder}", read)
-        problems = [problem for part in self._channel.all_gather(found) for problem in part]
-        if problems:
-            raise DamagedError(problems)
+        dcp.agree(self._channel, f"reading {folder}", read)
         self._verified = folder
         without = sum(record.checksum is None for record in files.values())
         if without:
