@@ -1,0 +1,435 @@
+"""Faults of runs: what scripts/fault_campaign.py does to a launcher and its workers.
+
+A run trains until a random instant, something is done to it, and it is started again, until all has been done. Its
+losses, bitwise, must be those of a run that nothing has happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from scripts import checkpoint_faults
+from scripts.checkpoint_faults import WORLD, Damage, Outcome, is_intact, mount
+from scripts.draw_layouts import descendants
+from tests.cli.processes import LAUNCH, ROOT, environment
+from tests.harness.distributed import run_distributed
+from tests.harness.training import merge
+from tests.parity.harness import data_section, make_text
+from tests.parity.layouts import BASE
+from titanlite.checkpoint import storage
+from titanlite.config.load import dump
+from titanlite.config.schema import Config
+
+INTERVAL = 3  # steps between saves: a save takes as long as one or two of them
+MOST_STEPS = 10  # that a start does before it is broken
+SECONDS = 120.0  # for anything to happen that must
+CURVE = ("step", "loss", "grad_norm", "lr", "samples", "tokens")
+
+
+def write_config(work: Path) -> Path:
+    text = work / "text"
+    if not text.exists():
+        make_text(text)
+    sections = merge(
+        BASE,
+        {
+            "tokenizer": {"path": str(text / "tokenizer.model")},
+            "data": data_section(text),
+            "training": {"local_batch_size": 12},
+            "lr_scheduler": {"total_steps": 500},
+            "checkpoint": {"enable": True, "interval": INTERVAL},
+            "validation": {"enable": False},
+        },
+    )
+    path = work / "campaign.toml"
+    path.write_text(dump(Config.model_validate(sections)))
+    return path
+
+
+class Run:
+    """A run folder, and the launcher that works in it now."""
+
+    def __init__(self, config: Path, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.checkpoints = folder / "checkpoints"
+        self.options = ("--run.output_dir", str(folder.parent), "--run.name", folder.name)
+        self.log = config.with_name(f"{folder.name}.log")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def popen(self, output: IO[bytes], steps: int | None = None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*LAUNCH, "--config", str(self.config), *self.options, "--training.steps", str(steps or 99_999)],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def start(self, steps: int | None = None) -> None:
+        with self.log.open("wb") as output:
+            self.process = self.popen(output, steps)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def curve(self) -> list[tuple[Any, ...]]:
+        rows = []
+        with suppress(FileNotFoundError):
+            for line in (self.folder / "metrics.jsonl").read_text().splitlines():
+                with suppress(ValueError):  # half a line, of a process that was killed
+                    row = json.loads(line)
+                    rows.append(tuple(row[key] for key in CURVE))
+        return rows
+
+    @property
+    def step(self) -> int:
+        rows = self.curve()
+        return rows[-1][0] if rows else 0
+
+    def committed(self) -> set[int]:
+        """Steps of the checkpoints that are on the disk, or were said to be."""
+        folders = storage.committed_folders(self.checkpoints) if self.checkpoints.is_dir() else []
+        found = {storage.step_of(folder) or 0 for folder in folders}
+        return found | {int(step) for step in re.findall(r"saved checkpoint step-(\d+)", self.said())}
+
+    def is_saving(self) -> bool:
+        with suppress(FileNotFoundError):
+            return any(
+                storage.step_of(path) is not None and not (path / storage.MANIFEST).exists()
+                for path in self.checkpoints.iterdir()
+            )
+        return False
+
+    def wait_until(self, what: str, is_so: Callable[[], bool]) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + SECONDS
+        while not is_so():
+            if self.process.poll() is not None and not is_so():
+                raise RuntimeError(f"the run has ended before {what}:\n{self.said()[-3000:]}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not seen: {what}:\n{self.said()[-3000:]}")
+            time.sleep(0.002)
+
+    def resumed_step(self) -> int:
+        """Waits for this start's first step; the step that it has resumed from, 0 for none."""
+        self.wait_until("its first step", lambda: re.search(r"^step +\d+/", self.said(), re.MULTILINE) is not None)
+        found = re.search(r"resumed from \S+: step (\d+)", self.said())
+        return int(found[1]) if found else 0
+
+    def rank(self, number: int) -> int:
+        """The process of a rank."""
+        assert self.process is not None
+        for pid in descendants(self.process.pid):
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"titanlite.train" in command and f"RANK={number}".encode() in _environment(pid):
+                    return pid
+        raise RuntimeError(f"rank {number} is not running:\n{self.said()[-3000:]}")
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(SECONDS)
+
+    def kill(self) -> None:
+        """End the launcher at once; the ranks are about to end themselves."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            for pid in descendants(self.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def _environment(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+# ---- what is done to them
+
+
+@dataclass
+class Strike:
+    """What happens to a run at some instant, and how it then ends. `spared`: steps of committed checkpoints that a
+    resume may still choose from (it must take the newest)."""
+
+    fault: str
+    random: random.Random
+
+    def hit(self, run: Run) -> set[int]:
+        """Break the run and wait for its end; the spared steps. Raises AssertionError if it does not end as it must."""
+        raise NotImplementedError
+
+    def heal(self, run: Run) -> None:
+        """Before it is started again."""
+
+    def check(self, run: Run) -> None:
+        """Once it has gone on for a while. Raises AssertionError."""
+
+
+@dataclass
+class Kill(Strike):
+    """A signal to "launcher", or to the rank of that number."""
+
+    victim: str = "launcher"
+    signum: signal.Signals = signal.SIGKILL
+
+    def hit(self, run: Run) -> set[int]:
+        assert run.process is not None
+        launcher = self.victim == "launcher"
+        os.kill(run.process.pid if launcher else run.rank(int(self.victim)), self.signum)
+        before = run.committed()  # orphans may commit one more
+        code = run.wait()
+        assert code == (-self.signum if launcher else 1), f"the launcher exited with {code}"
+        assert launcher or self.signum.name in run.said(), "the signal was not said"
+        return before
+
+
+@dataclass
+class FullDisk(Strike):
+    """No room but for a part of a checkpoint, on the disk that the whole run folder is on."""
+
+    disk: Path = Path()
+
+    def hit(self, run: Run) -> set[int]:
+        newest = storage.committed_folders(run.checkpoints)
+        size = sum(path.stat().st_size for path in newest[0].iterdir()) if newest else 1 << 20
+        checkpoint_faults.fill(self.disk, int(self.random.uniform(0, 1) * size))
+        code = run.wait()
+        assert code == 1, f"the launcher exited with {code}"
+        assert re.search(r"disk is full|No space left", run.said()), "the full disk was not said"
+        return run.committed()
+
+    def heal(self, run: Run) -> None:
+        (self.disk / "ballast").unlink()
+
+
+@dataclass
+class ReadOnly(Strike):
+    """The folder of checkpoints can only be read from now on."""
+
+    def hit(self, run: Run) -> set[int]:
+        assert mount("--bind", str(run.checkpoints), str(run.checkpoints))
+        checkpoint_faults.make_read_only(run.checkpoints, "bind")
+        code = run.wait()
+        assert code == 1, f"the launcher exited with {code}"
+        assert "Read-only file system" in run.said(), "the reason was not said"
+        spared = run.committed()
+        run.start()
+        code = run.wait()
+        assert code == 2 and "a folder that can be written" in run.said(), f"a start there exited with {code}"
+        return spared
+
+    def heal(self, run: Run) -> None:
+        subprocess.run(["umount", str(run.checkpoints)], check=True)
+
+
+@dataclass
+class Damaged(Strike):
+    """The run is killed, and then the newest checkpoint is damaged. name: of the file, ".*" for all of the folder."""
+
+    name: str = ""
+    how: str = "flip"
+
+    def hit(self, run: Run) -> set[int]:
+        run.wait_until("a second checkpoint", lambda: len(storage.committed_folders(run.checkpoints)) > 1)
+        pids = descendants(run.process.pid) if run.process else []
+        run.kill()
+        while any(_is_running(pid) for pid in pids):  # so that none of them commits what would be the newest
+            time.sleep(0.05)
+        newest, *others = storage.committed_folders(run.checkpoints)
+        size = (newest / self.name).stat().st_size
+        at = {"flip": self.random.randrange(8 * size), "cut": size // 2, "delete": 0}[self.how]
+        Damage(f"{newest.name}/{self.name}", self.how, at).apply(run.checkpoints)
+        return {storage.step_of(folder) or 0 for folder in others}
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@dataclass
+class Foreign(Strike):
+    """Foreign files in the folder of checkpoints, which outlive the saves that follow."""
+
+    names = ("notes.txt", "step-00099999/file", "step-1", "step-00000001.bak/manifest.json", ".step-00000003.swp")
+
+    def hit(self, run: Run) -> set[int]:
+        for name in self.names:
+            (run.checkpoints / name).parent.mkdir(exist_ok=True)
+            (run.checkpoints / name).write_bytes(checkpoint_faults.FOREIGN_BYTES)
+        spared = run.committed()
+        run.kill()
+        return spared
+
+    def check(self, run: Run) -> None:
+        for name in self.names:
+            assert (run.checkpoints / name).read_bytes() == checkpoint_faults.FOREIGN_BYTES, f"{name} was changed"
+
+
+@dataclass
+class SecondJob(Strike):
+    """A second job in the folder: its launcher, a worker alone, or two launchers started at once after a kill."""
+
+    which: str = "launcher"
+
+    def hit(self, run: Run) -> set[int]:
+        with tempfile.TemporaryFile() as output:
+            if self.which == "at once":
+                spared = run.committed()
+                run.kill()
+                run.start()
+                self._must_be_refused(run, run.popen(output), output)
+            else:
+                second = run.popen(output) if self.which == "launcher" else self._worker(run, output)
+                self._must_be_refused(run, second, output)
+                step = run.step
+                run.wait_until("more steps of the first job", lambda: run.step > step + 1)
+                spared = run.committed()
+        run.kill()
+        return spared
+
+    def _worker(self, run: Run, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        command = [sys.executable, "-m", "titanlite.train", str(run.config), *run.options, "--training.steps", "999"]
+        return subprocess.Popen(command, cwd=ROOT, env=environment(**alone), stdout=output, stderr=subprocess.STDOUT)
+
+    def _must_be_refused(self, run: Run, second: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+        assert run.process is not None
+        deadline = time.monotonic() + SECONDS
+        while second.poll() is None and run.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if run.process.poll() is not None:  # started at once, the other one was first
+            assert self.which == "at once" and run.process.returncode == 2, run.said()
+            run.process = second
+            return
+        output.seek(0)
+        text = output.read().decode()
+        assert second.poll() == 2 and "a second job" in text, f"it ended with {second.poll()}:\n{text}"
+
+
+Judged = tuple[Strike, Outcome]
+
+
+def break_and_resume(run: Run, strikes: Sequence[Strike]) -> list[Judged]:
+    """Each strike at a random instant of one start of the run, which the next start resumes; the last ends the run."""
+    judged: list[Judged] = []
+    curves = []
+    pending: tuple[Strike, set[int], str] | None = None
+    saves = 0
+    try:
+        for strike in (*strikes, None):
+            run.start(None if strike else run.step + 2 * INTERVAL)
+            resumed = run.resumed_step()
+            if strike:
+                until = resumed + strike.random.randint(1, MOST_STEPS)
+                run.wait_until(f"step {until}", lambda until=until: run.step >= until)  # type: ignore[misc]
+                time.sleep(strike.random.uniform(0, 0.1))
+            else:
+                assert run.wait() == 0, run.said()
+            if pending:
+                before, spared, note = pending
+                note = note or _failed(before.check, run)
+                curves.append(run.curve())
+                lost = resumed < max(spared, default=0)
+                judged.append((before, Outcome(lost=lost, resumed=not lost and not note, note=note)))
+            if strike:
+                note, spared = "", run.committed()
+                try:
+                    spared = strike.hit(run)
+                except (AssertionError, RuntimeError, OSError) as error:
+                    note = f"{type(error).__name__}: {error}"
+                    run.end()
+                saves += run.is_saving()
+                pending = strike, spared, note
+                strike.heal(run)
+    finally:
+        run.end()
+    print(f"{saves} of {len(strikes)} left a save that was not committed; {run.step} steps", flush=True)
+    return _compared(run, judged, curves)
+
+
+def _failed(work: Callable[[Run], object], run: Run) -> str:
+    try:
+        work(run)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def _compared(run: Run, judged: Sequence[Judged], curves: Sequence[Any]) -> list[Judged]:
+    """With the curve of the unbroken run; and whether what is left on the disk is what was written."""
+    other = run.folder.with_name("unbroken")
+    options = ["--run.output_dir", str(other.parent), "--run.name", other.name, "--training.steps", str(run.step)]
+    run_distributed(checkpoint_faults.unbroken, WORLD, run.config, options, timeout=SECONDS + run.step)
+    expected = Run(run.config, other).curve()
+    assert len(expected) == run.step
+    found = []
+    for (strike, outcome), curve in zip(judged, curves, strict=True):
+        wrong = not curve or curve != expected[: len(curve)]
+        found.append((strike, Outcome(wrong, outcome.lost, outcome.resumed and not wrong, outcome.note)))
+    for folder in storage.committed_folders(run.checkpoints):
+        if not is_intact(folder):
+            found[-1] = found[-1][0], Outcome(lost=True, note=f"{folder} is not what was written")
+    return found
+
+
+# ---- what is tried
+
+
+def of_runs(work: Path, short: bool, chance: random.Random) -> list[tuple[str, list[Outcome]]]:
+    victims = ["1"] if short else [("0", "1", "launcher")[number % 3] for number in range(50)]
+    damages = [("__1_0.distcp", "flip")]
+    if not short:
+        damages += [("__0_0.distcp", "flip"), (".metadata", "flip"), ("manifest.json", "flip")]
+        damages += [("__0_0.distcp", "cut"), (".metadata", "cut"), ("manifest.json", "cut")]
+        damages += [("__1_0.distcp", "delete"), (".metadata", "delete")]
+    strikes: list[Strike] = [
+        *(Kill(f"SIGKILL of {'a rank' if victim.isdigit() else victim}", chance, victim) for victim in victims),
+        *(Damaged("SIGKILL, and the newest checkpoint damaged", chance, *damage) for damage in damages),
+        *(Foreign("SIGKILL, and foreign files", chance) for _ in range(0 if short else 2)),
+        *(
+            SecondJob("a second job in the run folder: refused", chance, which)
+            for which in (() if short else ("launcher", "worker", "at once"))
+        ),
+    ]
+    chance.shuffle(strikes)
+    return _by_fault(break_and_resume(Run(write_config(work), work / "runs" / "broken"), strikes))
+
+
+def of_disks_of_runs(work: Path, disk: Path, chance: random.Random) -> list[tuple[str, list[Outcome]]]:
+    """disk: a file system of its own, which the run folder is put on."""
+    strikes: list[Strike] = [
+        *(FullDisk("the disk of the run folder full", chance, disk) for _ in range(5)),
+        *(ReadOnly("the folder of checkpoints read-only", chance) for _ in range(4)),
+    ]
+    chance.shuffle(strikes)
+    return _by_fault(break_and_resume(Run(write_config(work), disk / "runs" / "disk"), strikes))
+
+
+def _by_fault(judged: Sequence[Judged]) -> list[tuple[str, list[Outcome]]]:
+    found: dict[str, list[Outcome]] = {}
+    for strike, outcome in judged:
+        found.setdefault(f"a run: {strike.fault}", []).append(outcome)
+    return list(found.items())
