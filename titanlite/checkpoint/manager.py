@@ -110,7 +110,7 @@ class CheckpointManager:
                     old.unlink(missing_ok=True)
                 token.touch()
             except OSError as error:
-                fix = "choose one with --run.output_dir, or make this one writable"
+                fix = "choose one with --run.output_dir, or see to it that this one can be written"
                 got = error.strerror or str(error)
                 raise InputError(Problem("", str(self.folder), got, "a folder that can be written", fix)) from error
             return token.name
