@@ -204,11 +204,14 @@ FOREIGN = (
     "step-00000001.bak/manifest.json",
     "step-00000001.damaged-1/manifest.json",
     "step-00000090 -> step-00000001.kept",
+    # Where a save is going to be: renamed, since training is not to end for it.
+    "step-00000005",
+    "step-00000006 -> step-00000002.kept",
 )
 
 
 def try_foreign(saved: Path, faults: Sequence[Sequence[str]]) -> list[Outcome]:
-    """Foreign files and folders beside and in checkpoints: a run resumes, saves two steps and keeps only one, and is
+    """Foreign files and folders beside and in checkpoints: a run resumes, saves three steps and keeps only one, and is
     resumed; they must all be left."""
     return [_try_foreign(saved, names) for names in faults]
 
@@ -219,7 +222,8 @@ def _try_foreign(saved: Path, names: Sequence[str]) -> Outcome:
         for name in names:
             name, _, target = name.partition(" -> ")
             if target:
-                shutil.copytree(saved / "step-00000001", copy / target)
+                shutil.copytree(saved / target.removesuffix(".kept"), copy / target)
+                (copy / target / storage.MANIFEST).unlink()
                 (copy / name).symlink_to(target)
             elif name.endswith("/"):
                 (copy / name).mkdir()
@@ -229,16 +233,18 @@ def _try_foreign(saved: Path, names: Sequence[str]) -> Outcome:
 
     def is_left(name: str) -> bool:
         name, _, target = name.partition(" -> ")
+        path = next(path for path in (copy / f"{name}.{storage.SUPERSEDED}-1", copy / name) if os.path.lexists(path))
         if target:
-            return (copy / name).is_symlink() and is_intact(copy / target)
-        return (copy / name).is_dir() if name.endswith("/") else (copy / name).read_bytes() == FOREIGN_BYTES
+            same = saved / target.removesuffix(".kept")
+            return path.is_symlink() and files_below(copy / target) == files_below(same) - 1
+        return path.is_dir() if name.endswith("/") else path.read_bytes() == FOREIGN_BYTES
 
     copy = _fresh_copy(saved, prepare)
     manager = make_manager(copy, keep_latest_k=1)
     first = resume(manager, 3)
-    for step in (4, 5):
+    for step in (4, 5, 6):
         save(manager, step)
-    second = resume(make_manager(copy), 5)
+    second = resume(make_manager(copy), 6)
     gone = [name for name in names if not is_left(name)]
     return Outcome(
         first.wrong or second.wrong,

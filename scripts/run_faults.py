@@ -69,9 +69,10 @@ class Run:
         self.log = config.with_name(f"{folder.name}.log")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def popen(self, output: IO[bytes], steps: int | None = None) -> subprocess.Popen[bytes]:
+    def popen(self, output: IO[bytes], steps: int | None = None, *options: str) -> subprocess.Popen[bytes]:
+        steps = steps or 99_999
         return subprocess.Popen(
-            [*LAUNCH, "--config", str(self.config), *self.options, "--training.steps", str(steps or 99_999)],
+            [*LAUNCH, "--config", str(self.config), *self.options, "--training.steps", str(steps), *options],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -80,9 +81,9 @@ class Run:
             start_new_session=True,
         )
 
-    def start(self, steps: int | None = None) -> None:
+    def start(self, steps: int | None = None, *options: str) -> None:
         with self.log.open("wb") as output:
-            self.process = self.popen(output, steps)
+            self.process = self.popen(output, steps, *options)
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -245,10 +246,12 @@ class ReadOnly(Strike):
 
 @dataclass
 class Damaged(Strike):
-    """The run is killed, and then the newest checkpoint is damaged. name: of the file, ".*" for all of the folder."""
+    """The run is killed, and then a file of the newest checkpoint is damaged. ask: a run that is told to start from
+    that checkpoint must refuse, and leave it as it is."""
 
     name: str = ""
     how: str = "flip"
+    ask: bool = False
 
     def hit(self, run: Run) -> set[int]:
         run.wait_until("a second checkpoint", lambda: len(storage.committed_folders(run.checkpoints)) > 1)
@@ -260,6 +263,12 @@ class Damaged(Strike):
         size = (newest / self.name).stat().st_size
         at = {"flip": self.random.randrange(8 * size), "cut": size // 2, "delete": 0}[self.how]
         Damage(f"{newest.name}/{self.name}", self.how, at).apply(run.checkpoints)
+        if self.ask:
+            other = Run(run.config, run.folder.with_name("other"))
+            other.start(None, "--checkpoint.resume", str(newest))
+            code = other.wait()
+            refused = code == 2 and f"{newest}: {self.name}: got" in other.said() and "Traceback" not in other.said()
+            assert refused and newest.is_dir(), f"a run that was to start from it exited with {code}:\n{other.said()}"
         return {storage.step_of(folder) or 0 for folder in others}
 
 
@@ -337,38 +346,51 @@ def break_and_resume(run: Run, strikes: Sequence[Strike]) -> list[Judged]:
     """Each strike at a random instant of one start of the run, which the next start resumes; the last ends the run."""
     judged: list[Judged] = []
     curves = []
-    pending: tuple[Strike, set[int], str] | None = None
     saves = 0
     try:
-        for strike in (*strikes, None):
-            run.start(None if strike else run.step + 2 * INTERVAL)
-            resumed = run.resumed_step()
-            if strike:
-                until = resumed + strike.random.randint(1, MOST_STEPS)
-                run.wait_until(f"step {until}", lambda until=until: run.step >= until)  # type: ignore[misc]
-                time.sleep(strike.random.uniform(0, 0.1))
-            else:
-                assert run.wait() == 0, run.said()
-            if pending:
-                before, spared, note = pending
-                note = note or _failed(before.check, run)
+        _go_on(run, strikes[0])
+        for strike, following in zip(strikes, (*strikes[1:], None), strict=True):
+            spared, note = _hit(run, strike)
+            saves += run.is_saving()
+            strike.heal(run)
+            try:
+                resumed = _go_on(run, following)
+            except (AssertionError, RuntimeError, TimeoutError) as error:
+                judged.append((strike, Outcome(lost=True, note=f"{note} it could not go on: {error}")))
                 curves.append(run.curve())
-                lost = resumed < max(spared, default=0)
-                judged.append((before, Outcome(lost=lost, resumed=not lost and not note, note=note)))
-            if strike:
-                note, spared = "", run.committed()
-                try:
-                    spared = strike.hit(run)
-                except (AssertionError, RuntimeError, OSError) as error:
-                    note = f"{type(error).__name__}: {error}"
-                    run.end()
-                saves += run.is_saving()
-                pending = strike, spared, note
-                strike.heal(run)
+                break
+            note = note or _failed(strike.check, run)
+            lost = resumed < max(spared, default=0)
+            judged.append((strike, Outcome(lost=lost, resumed=not lost and not note, note=note)))
+            curves.append(run.curve())
     finally:
         run.end()
-    print(f"{saves} of {len(strikes)} left a save that was not committed; {run.step} steps", flush=True)
-    return _compared(run, judged, curves)
+    print(f"{saves} of {len(judged)} left a save that was not committed; {run.step} steps", flush=True)
+    not_tried = [(strike, Outcome(note="not tried")) for strike in strikes[len(judged) :]]
+    return _compared(run, judged, curves) + not_tried
+
+
+def _go_on(run: Run, strike: Strike | None) -> int:
+    """Start the run, and wait for the instant of the strike, or without one for its end; what it has resumed from."""
+    run.start(None if strike else run.step + 2 * INTERVAL)
+    resumed = run.resumed_step()
+    if strike is None:
+        assert run.wait() == 0, run.said()
+        return resumed
+    until = resumed + strike.random.randint(1, MOST_STEPS)
+    run.wait_until(f"step {until}", lambda: run.step >= until)
+    time.sleep(strike.random.uniform(0, 0.1))
+    return resumed
+
+
+def _hit(run: Run, strike: Strike) -> tuple[set[int], str]:
+    """The steps that the strike has spared; what was not as it must be."""
+    spared = run.committed()
+    try:
+        return strike.hit(run), ""
+    except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        run.end()
+        return spared, f"{type(error).__name__}: {error}"
 
 
 def _failed(work: Callable[[Run], object], run: Run) -> str:
@@ -408,7 +430,10 @@ def of_runs(work: Path, short: bool, chance: random.Random) -> list[tuple[str, l
         damages += [("__1_0.distcp", "delete"), (".metadata", "delete")]
     strikes: list[Strike] = [
         *(Kill(f"SIGKILL of {'a rank' if victim.isdigit() else victim}", chance, victim) for victim in victims),
-        *(Damaged("SIGKILL, and the newest checkpoint damaged", chance, *damage) for damage in damages),
+        *(
+            Damaged("SIGKILL, and the newest checkpoint damaged", chance, name, how, ask=not short and how == "cut")
+            for name, how in damages
+        ),
         *(Foreign("SIGKILL, and foreign files", chance) for _ in range(0 if short else 2)),
         *(
             SecondJob("a second job in the run folder: refused", chance, which)

@@ -229,11 +229,13 @@ def prepare_folder(checkpoints: Path, step: int) -> str:
     """Make an empty step folder, and say what happened to an earlier one of its name ("" if there was none).
 
     Left-overs of an unfinished save are removed. A committed checkpoint of this step, which a run has come to again
-    after it was resumed from an earlier one, is set aside and never deleted.
+    after it was resumed from an earlier one, is set aside and never deleted; so is what is no folder, a link above all.
     """
     folder = step_folder(checkpoints, step)
     said = ""
-    if (folder / MANIFEST).exists():
+    if folder.is_symlink() or folder.is_file():
+        said = set_aside(folder, SUPERSEDED)
+    elif (folder / MANIFEST).exists():
         try:
             read_manifest(folder)
             said = set_aside(folder, SUPERSEDED)
