@@ -414,7 +414,8 @@ def _compared(run: Run, judged: Sequence[Judged], curves: Sequence[Any]) -> list
         found.append((strike, Outcome(wrong, outcome.lost, outcome.resumed and not wrong, outcome.note)))
     for folder in storage.committed_folders(run.checkpoints):
         if not is_intact(folder):
-            found[-1] = found[-1][0], Outcome(lost=True, note=f"{folder} is not what was written")
+            note = f"{found[-1][1].note} {folder} is not what was written"
+            found[-1] = found[-1][0], Outcome(lost=True, note=note)
     return found
 
 
