@@ -311,10 +311,10 @@ def mount(*words: str) -> bool:
     return subprocess.run(["mount", *words], capture_output=True, check=False).returncode == 0
 
 
-def make_read_only(folder: Path, *options: str, seconds: float = 20) -> None:
-    """Remount: the system refuses it as long as a file is open for writing, so it is tried until it works."""
+def make_read_only(folder: Path, seconds: float = 20) -> None:
+    """Of a mount. The system refuses it as long as a file is open for writing, so it is tried until it works."""
     deadline = time.monotonic() + seconds
-    while not mount("-o", ",".join(("remount", *options, "ro")), str(folder)):
+    while not mount("-o", "remount,bind,ro", str(folder)):  # "bind": only the mount, which user namespaces may, too
         if time.monotonic() > deadline:
             raise TimeoutError(f"{folder} could not be made read-only")
 
@@ -337,7 +337,7 @@ def try_read_only(folder: Path, delays: Sequence[float]) -> list[Outcome]:
         said = _try_to_save(manager, step + 1)
         outcome = resume(manager, newest)
         if main:
-            mount("-o", "remount,rw", str(folder))
+            assert mount("-o", "remount,bind,rw", str(folder))
         dist.barrier()
         again = resume(make_manager(checkpoints), newest)
         save(manager, newest := step + 2)

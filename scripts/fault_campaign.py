@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.verify.processes import start_server
+
 if TYPE_CHECKING:
     from scripts.checkpoint_faults import Outcome
 
@@ -64,7 +66,8 @@ Found = tuple[str, "Sequence[Outcome]"]  # a fault, and what came of each time t
 
 
 def campaign(work: Path, short: bool, chance: random.Random, checksums: bool) -> Iterator[Found]:
-    from scripts.checkpoint_faults import of_checkpoints, of_disks  # torch, which is not to be imported twice
+    start_server(["tests.harness.preload"])  # it imports torch while this process does
+    from scripts.checkpoint_faults import of_checkpoints, of_disks
     from scripts.run_faults import of_disks_of_runs, of_runs
 
     yield from of_checkpoints(work, short, chance, checksums)

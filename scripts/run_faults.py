@@ -229,7 +229,7 @@ class ReadOnly(Strike):
 
     def hit(self, run: Run) -> set[int]:
         assert mount("--bind", str(run.checkpoints), str(run.checkpoints))
-        checkpoint_faults.make_read_only(run.checkpoints, "bind")
+        checkpoint_faults.make_read_only(run.checkpoints)
         code = run.wait()
         assert code == 1, f"the launcher exited with {code}"
         assert "Read-only file system" in run.said(), "the reason was not said"
