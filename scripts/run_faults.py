@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +36,7 @@ from titanlite.config.schema import Config
 
 INTERVAL = 3  # steps between saves: a save takes as long as one or two of them
 MOST_STEPS = 10  # that a start does before it is broken
-SECONDS = 120.0  # for anything to happen that must
+SECONDS = 240.0  # for anything to happen that must
 CURVE = ("step", "loss", "grad_norm", "lr", "samples", "tokens")
 
 
@@ -66,8 +67,9 @@ class Run:
         self.config, self.folder = config, folder
         self.checkpoints = folder / "checkpoints"
         self.options = ("--run.output_dir", str(folder.parent), "--run.name", folder.name)
-        self.log = config.with_name(f"{folder.name}.log")
+        self.log = Path()
         self.process: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
 
     def popen(self, output: IO[bytes], steps: int | None = None, *options: str) -> subprocess.Popen[bytes]:
         steps = steps or 99_999
@@ -82,6 +84,9 @@ class Run:
         )
 
     def start(self, steps: int | None = None, *options: str) -> None:
+        self.started = time.time()
+        # Not the log before: orphans of a killed launcher may still be writing into that.
+        self.log = self.config.with_name(f"{self.folder.name}-{self.started:.6f}.log")
         with self.log.open("wb") as output:
             self.process = self.popen(output, steps, *options)
 
@@ -99,8 +104,12 @@ class Run:
 
     @property
     def step(self) -> int:
-        rows = self.curve()
-        return rows[-1][0] if rows else 0
+        """Of the last row; only the end of the file is read, since others want the processor."""
+        with suppress(FileNotFoundError), (self.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            found = re.findall(rb'^{"step": (\d+), .*}$', file.read(), re.MULTILINE)
+            return int(found[-1]) if found else 0
+        return 0
 
     def committed(self) -> set[int]:
         """Steps of the checkpoints that are on the disk, or were said to be."""
@@ -109,11 +118,10 @@ class Run:
         return found | {int(step) for step in re.findall(r"saved checkpoint step-(\d+)", self.said())}
 
     def is_saving(self) -> bool:
+        """Whether the newest checkpoint was begun since this start, and is not committed."""
+        found = [path for path in self.checkpoints.glob("step-*") if storage.step_of(path) is not None]
         with suppress(FileNotFoundError):
-            return any(
-                storage.step_of(path) is not None and not (path / storage.MANIFEST).exists()
-                for path in self.checkpoints.iterdir()
-            )
+            return bool(found) and max(found).stat().st_mtime > self.started and not is_committed(max(found))
         return False
 
     def wait_until(self, what: str, is_so: Callable[[], bool]) -> None:
@@ -124,7 +132,7 @@ class Run:
                 raise RuntimeError(f"the run has ended before {what}:\n{self.said()[-3000:]}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not seen: {what}:\n{self.said()[-3000:]}")
-            time.sleep(0.002)
+            time.sleep(0.005)
 
     def resumed_step(self) -> int:
         """Waits for this start's first step; the step that it has resumed from, 0 for none."""
@@ -158,6 +166,10 @@ class Run:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()
+
+
+def is_committed(folder: Path) -> bool:
+    return (folder / storage.MANIFEST).exists()
 
 
 def _environment(pid: int) -> list[bytes]:
@@ -220,7 +232,7 @@ class FullDisk(Strike):
         return run.committed()
 
     def heal(self, run: Run) -> None:
-        (self.disk / "ballast").unlink()
+        (self.disk / "ballast").unlink(missing_ok=True)
 
 
 @dataclass
@@ -241,7 +253,7 @@ class ReadOnly(Strike):
         return spared
 
     def heal(self, run: Run) -> None:
-        subprocess.run(["umount", str(run.checkpoints)], check=True)
+        subprocess.run(["umount", str(run.checkpoints)], check=False)  # a start that finds it read-only will say so
 
 
 @dataclass
@@ -264,7 +276,7 @@ class Damaged(Strike):
         at = {"flip": self.random.randrange(8 * size), "cut": size // 2, "delete": 0}[self.how]
         Damage(f"{newest.name}/{self.name}", self.how, at).apply(run.checkpoints)
         if self.ask:
-            other = Run(run.config, run.folder.with_name("other"))
+            other = Run(run.config, run.folder.with_name(f"other-than-{run.folder.name}"))
             other.start(None, "--checkpoint.resume", str(newest))
             code = other.wait()
             refused = code == 2 and f"{newest}: {self.name}: got" in other.said() and "Traceback" not in other.said()
@@ -283,7 +295,7 @@ def _is_running(pid: int) -> bool:
 class Foreign(Strike):
     """Foreign files in the folder of checkpoints, which outlive the saves that follow."""
 
-    names = ("notes.txt", "step-00099999/file", "step-1", "step-00000001.bak/manifest.json", ".step-00000003.swp")
+    names = ("notes.txt", "step-00000000/file", "step-1", "step-00000001.bak/manifest.json", ".step-00000003.swp")
 
     def hit(self, run: Run) -> set[int]:
         for name in self.names:
@@ -339,35 +351,43 @@ class SecondJob(Strike):
         assert second.poll() == 2 and "a second job" in text, f"it ended with {second.poll()}:\n{text}"
 
 
-Judged = tuple[Strike, Outcome]
+@dataclass
+class Trial:
+    """A strike, what came of it, and the run's curve until the next one."""
+
+    strike: Strike
+    outcome: Outcome
+    curve: list[tuple[Any, ...]] = field(default_factory=list)
 
 
-def break_and_resume(run: Run, strikes: Sequence[Strike]) -> list[Judged]:
+def break_and_resume(run: Run, strikes: Sequence[Strike]) -> list[Trial]:
     """Each strike at a random instant of one start of the run, which the next start resumes; the last ends the run."""
-    judged: list[Judged] = []
-    curves = []
+    trials: list[Trial] = []
     saves = 0
     try:
         _go_on(run, strikes[0])
         for strike, following in zip(strikes, (*strikes[1:], None), strict=True):
             spared, note = _hit(run, strike)
+            print(f"{len(trials) + 1} of {len(strikes)}, at step {run.step}: {strike.fault}. {note}", flush=True)
             saves += run.is_saving()
             strike.heal(run)
             try:
                 resumed = _go_on(run, following)
-            except (AssertionError, RuntimeError, TimeoutError) as error:
-                judged.append((strike, Outcome(lost=True, note=f"{note} it could not go on: {error}")))
-                curves.append(run.curve())
+            except (AssertionError, RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+                trials.append(
+                    Trial(strike, Outcome(lost=True, note=f"{note} it could not go on: {error}"), run.curve())
+                )
                 break
             note = note or _failed(strike.check, run)
             lost = resumed < max(spared, default=0)
-            judged.append((strike, Outcome(lost=lost, resumed=not lost and not note, note=note)))
-            curves.append(run.curve())
+            trials.append(Trial(strike, Outcome(lost=lost, resumed=not lost and not note, note=note), run.curve()))
     finally:
         run.end()
-    print(f"{saves} of {len(judged)} left a save that was not committed; {run.step} steps", flush=True)
-    not_tried = [(strike, Outcome(note="not tried")) for strike in strikes[len(judged) :]]
-    return _compared(run, judged, curves) + not_tried
+    for folder in storage.committed_folders(run.checkpoints):
+        if not is_intact(folder):
+            trials[-1].outcome = Outcome(lost=True, note=f"{trials[-1].outcome.note} {folder} is not what was written")
+    print(f"{saves} of {len(trials)} struck while a save was written; {run.step} steps", flush=True)
+    return trials + [Trial(strike, Outcome(note="not tried")) for strike in strikes[len(trials) :]]
 
 
 def _go_on(run: Run, strike: Strike | None) -> int:
@@ -379,6 +399,8 @@ def _go_on(run: Run, strike: Strike | None) -> int:
         return resumed
     until = resumed + strike.random.randint(1, MOST_STEPS)
     run.wait_until(f"step {until}", lambda: run.step >= until)
+    if strike.random.random() < 0.5:
+        run.wait_until("a save", run.is_saving)
     time.sleep(strike.random.uniform(0, 0.1))
     return resumed
 
@@ -401,62 +423,69 @@ def _failed(work: Callable[[Run], object], run: Run) -> str:
     return ""
 
 
-def _compared(run: Run, judged: Sequence[Judged], curves: Sequence[Any]) -> list[Judged]:
-    """With the curve of the unbroken run; and whether what is left on the disk is what was written."""
-    other = run.folder.with_name("unbroken")
-    options = ["--run.output_dir", str(other.parent), "--run.name", other.name, "--training.steps", str(run.step)]
-    run_distributed(checkpoint_faults.unbroken, WORLD, run.config, options, timeout=SECONDS + run.step)
-    expected = Run(run.config, other).curve()
-    assert len(expected) == run.step
-    found = []
-    for (strike, outcome), curve in zip(judged, curves, strict=True):
-        wrong = not curve or curve != expected[: len(curve)]
-        found.append((strike, Outcome(wrong, outcome.lost, outcome.resumed and not wrong, outcome.note)))
-    for folder in storage.committed_folders(run.checkpoints):
-        if not is_intact(folder):
-            note = f"{found[-1][1].note} {folder} is not what was written"
-            found[-1] = found[-1][0], Outcome(lost=True, note=note)
-    return found
+def compared(trial: Trial, expected: Sequence[tuple[Any, ...]]) -> Outcome:
+    """With the curve of the unbroken run."""
+    outcome, curve = trial.outcome, trial.curve
+    wrong = curve != expected[: len(curve)]
+    return Outcome(wrong, outcome.lost, outcome.resumed and not wrong, outcome.note)
 
 
 # ---- what is tried
 
 
-def of_runs(work: Path, short: bool, chance: random.Random) -> list[tuple[str, list[Outcome]]]:
+def of_runs(work: Path, short: bool, chance: random.Random, disk: Path | None) -> list[tuple[str, list[Outcome]]]:
+    """disk: a file system of its own, which one of the runs is put on. The runs are broken side by side."""
+    config = write_config(work)
+    chains = [(Run(config, work / "runs" / "short"), make_strikes(True, chance))]
+    if not short:
+        strikes = make_strikes(False, chance)
+        chains = [(Run(config, work / "runs" / f"run-{part}"), strikes[part::2]) for part in range(2)]
+        if disk is not None:
+            chains.append((Run(config, disk / "runs" / "run-on-a-disk"), make_strikes_of_disks(disk, chance)))
+    with ThreadPoolExecutor(len(chains)) as threads:
+        trials = [trial for found in threads.map(lambda chain: break_and_resume(*chain), chains) for trial in found]
+
+    unbroken = Run(config, work / "runs" / "unbroken")
+    steps = max(run.step for run, _ in chains)
+    options = [*unbroken.options, "--training.steps", str(steps)]
+    run_distributed(checkpoint_faults.unbroken, WORLD, config, options, timeout=SECONDS + steps)
+    expected = unbroken.curve()
+    assert len(expected) == steps
+    outcomes: dict[str, list[Outcome]] = {}
+    for trial in trials:
+        outcomes.setdefault(f"a run: {trial.strike.fault}", []).append(compared(trial, expected))
+    return sorted(outcomes.items())
+
+
+def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
     victims = ["1"] if short else [("0", "1", "launcher")[number % 3] for number in range(50)]
     damages = [("__1_0.distcp", "flip")]
     if not short:
         damages += [("__0_0.distcp", "flip"), (".metadata", "flip"), ("manifest.json", "flip")]
         damages += [("__0_0.distcp", "cut"), (".metadata", "cut"), ("manifest.json", "cut")]
         damages += [("__1_0.distcp", "delete"), (".metadata", "delete")]
+    seconds = () if short else ("launcher", "worker", "at once")
+
+    def own() -> random.Random:
+        return random.Random(chance.random())
+
     strikes: list[Strike] = [
-        *(Kill(f"SIGKILL of {'a rank' if victim.isdigit() else victim}", chance, victim) for victim in victims),
+        *(Kill(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim) for victim in victims),
         *(
-            Damaged("SIGKILL, and the newest checkpoint damaged", chance, name, how, ask=not short and how == "cut")
+            Damaged("SIGKILL, and the newest checkpoint damaged", own(), name, how, ask=not short and how == "cut")
             for name, how in damages
         ),
-        *(Foreign("SIGKILL, and foreign files", chance) for _ in range(0 if short else 2)),
-        *(
-            SecondJob("a second job in the run folder: refused", chance, which)
-            for which in (() if short else ("launcher", "worker", "at once"))
-        ),
+        *(Foreign("SIGKILL, and foreign files", own()) for _ in range(0 if short else 2)),
+        *(SecondJob("a second job in the run folder: refused", own(), which) for which in seconds),
     ]
     chance.shuffle(strikes)
-    return _by_fault(break_and_resume(Run(write_config(work), work / "runs" / "broken"), strikes))
+    return strikes
 
 
-def of_disks_of_runs(work: Path, disk: Path, chance: random.Random) -> list[tuple[str, list[Outcome]]]:
-    """disk: a file system of its own, which the run folder is put on."""
+def make_strikes_of_disks(disk: Path, chance: random.Random) -> list[Strike]:
     strikes: list[Strike] = [
-        *(FullDisk("the disk of the run folder full", chance, disk) for _ in range(5)),
-        *(ReadOnly("the folder of checkpoints read-only", chance) for _ in range(4)),
+        *(FullDisk("the disk of the run folder full", random.Random(chance.random()), disk) for _ in range(5)),
+        *(ReadOnly("the folder of checkpoints read-only", random.Random(chance.random())) for _ in range(4)),
     ]
     chance.shuffle(strikes)
-    return _by_fault(break_and_resume(Run(write_config(work), disk / "runs" / "disk"), strikes))
-
-
-def _by_fault(judged: Sequence[Judged]) -> list[tuple[str, list[Outcome]]]:
-    found: dict[str, list[Outcome]] = {}
-    for strike, outcome in judged:
-        found.setdefault(f"a run: {strike.fault}", []).append(outcome)
-    return list(found.items())
+    return strikes
