@@ -44,6 +44,7 @@ WORKER = "titanlite.train"
 MOST_PROCESSES = 4096
 MOST_RESTARTS = 1000
 LARGE_FOR_A_CPU = 200_000_000  # parameters
+ORPHANS_SECONDS = 5.0  # in which workers end once their launcher was killed; lifeline.py looks twice a second
 
 USAGE = "run_train.sh [--config NAME] [--nproc N] [--max-restarts N] [--section.key VALUE | --section.key=VALUE ...]"
 EPILOG = """environment:
@@ -282,7 +283,8 @@ def lock_run(run_folder: Path, nodes: Nodes) -> FolderLock:
     """One job per run folder. The other nodes of a job may share its folder, so each locks a file of its own."""
     lock = lock_folder(run_folder, LAUNCHER_LOCK if nodes.is_main else f"{nodes.label}-{LAUNCHER_LOCK}")
     if nodes.is_main:
-        probe_folder(run_folder, WORKER_LOCK)  # workers that outlived their launcher
+        # Workers that outlived their launcher: they are about to notice it, and end.
+        probe_folder(run_folder, WORKER_LOCK, wait_seconds=ORPHANS_SECONDS)
     return lock
 
 

@@ -101,15 +101,20 @@ class CheckpointManager:
             self._check_shared()
 
     def _check_shared(self) -> None:
-        """Raises CheckpointError, on all ranks, if they do not all see and write the same folder: better at the start
-        than at the first save."""
+        """Raises, on all ranks, CheckpointError if they do not all see and write the same folder, and InputError if it
+        cannot be written at all: better at the start than at the first save."""
 
         def make() -> str:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob(".shared-*"):  # of a start that was killed
-                old.unlink(missing_ok=True)
             token = self.folder / f".shared-{uuid.uuid4().hex}"
-            token.touch()
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in self.folder.glob(".shared-*"):  # of a start that was killed
+                    old.unlink(missing_ok=True)
+                token.touch()
+            except OSError as error:
+                fix = "choose one with --run.output_dir, or see to it that this one can be written"
+                got = error.strerror or str(error)
+                raise InputError(Problem("", str(self.folder), got, "a folder that can be written", fix)) from error
             return token.name
 
         token = self.folder / self._on_main(make)
@@ -425,7 +430,7 @@ class CheckpointManager:
     def _verify(self, folder: Path) -> str:
         """Read every file of a committed checkpoint, each rank its share; returns a line that says so.
 
-        Raises DamagedError, on all ranks, that names all bad files.
+        Raises DamagedError, on all ranks, that names all bad files; InputError if some may not be read.
         """
         start = time.perf_counter()
 
@@ -436,16 +441,12 @@ class CheckpointManager:
 
         files = self._on_main(look)
 
-        def read() -> list[Problem]:
+        def read() -> None:
             mine = {name: files[name] for name in storage.share(files, self._channel.rank, self._channel.size)}
             storage.wait_for_files(folder, {name: record.bytes for name, record in mine.items()})
-            found = [storage.wrong_with(folder, name, record) for name, record in mine.items()]
-            return [problem for problem in found if problem]
+            storage.check_files(folder, mine)
 
-        found = dcp.agree(self._channel, f"reading {folder}", read)
-        problems = [problem for part in self._channel.all_gather(found) for problem in part]
-        if problems:
-            raise DamagedError(problems)
+        dcp.agree(self._channel, f"reading {folder}", read)
         self._verified = folder
         without = sum(record.checksum is None for record in files.values())
         if without:
