@@ -30,7 +30,7 @@ from titanlite.checkpoint.huggingface_model import (
     parameter_shapes,
     their_names,
 )
-from titanlite.checkpoint.initial import architecture, open_weights
+from titanlite.checkpoint.initial import architecture, load_weights, open_weights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import step_folder
 from titanlite.config.load import load
@@ -421,6 +421,27 @@ def test_a_copy_of_a_tied_table_and_old_buffers_are_taken(tmp_path: Path) -> Non
     command("from-hf", tmp_path / "theirs", tmp_path / "out")
 
 
+def test_a_table_and_another_head_are_compared_once(tmp_path: Path) -> None:
+    """Not where weights are only looked at: the launcher, and every rank."""
+    made_by_transformers(tmp_path, "llama")
+    change_tensors(lambda tensors: tensors.update({HEAD: torch.ones(257, 64)}))(tmp_path)
+    model = ModelConfig.model_validate(model_section(tmp_path))
+    open_weights(tmp_path, model)
+    tensors = {fqn: torch.zeros(shape) for fqn, shape in parameter_shapes(model).items()}
+    channel = OneRank().object_channel()
+    with pytest.raises(InputError, match=r"lm_head\.weight: got another matrix"):
+        load_weights(tmp_path, model, tensors, channel, report=lambda line: None)
+    assert not any(tensor.any() for tensor in tensors.values())
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    made_by_transformers(tmp_path, "llama")
+    weights = HuggingFaceWeights(tmp_path, ModelConfig.model_validate(model_section(tmp_path)))
+    change_tensors(lambda tensors: tensors.pop(Q_PROJ))(tmp_path)
+    with pytest.raises(InputError, match=r"model\.safetensors: got .*allowed: a whole safetensors file"):
+        weights.read("layers.1.attention.wq.weight", (0, 0), (2, 2))
+
+
 def test_another_model_than_the_weights_were_made_for_is_told_with_its_keys(tmp_path: Path) -> None:
     made_by_transformers(tmp_path, "llama")
     config = ModelConfig.model_validate(model_section(tmp_path))
@@ -472,10 +493,11 @@ def test_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert torch.equal(load_all(tmp_path / name)[HEAD], parameters["output.weight"][:257].detach().to(dtype))
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert loaded.dtype == dtype
-    with torch.no_grad():
-        parameters["layers.0.mlp.up.weight"][1, 2] = 1e5
-    command("to-hf", save(tmp_path / "large", model), tmp_path / "out", "--dtype", "float16", code=2)
-    assert "model.layers.0.mlp.up_proj.weight has larger values" in capsys.readouterr().err
+    for name, value in (("float16", 1e5), ("bfloat16", -3.4e38)):
+        with torch.no_grad():
+            parameters["layers.0.mlp.up.weight"][1, 2] = value
+        command("to-hf", save(tmp_path / f"large {name}", model), tmp_path / "out", "--dtype", name, code=2)
+        assert f"{name}, but model.layers.0.mlp.up_proj.weight has larger values" in capsys.readouterr().err
 
 
 def test_large_tensors_are_converted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
