@@ -16,6 +16,7 @@ from tests.harness.training import merge
 from tests.parity.layouts import BASE, ONE_PROCESS, Layout, Sections, _layout
 from tests.unit.model.test_huggingface import reference_model
 from tests.unit.model.test_huggingface_moe import reference_model as reference_model_of_experts
+from titanlite.checkpoint import storage
 from titanlite.checkpoint.convert import write_huggingface
 from titanlite.checkpoint.initial import open_weights
 from titanlite.config.schema import Config
@@ -79,6 +80,8 @@ def test_a_model_of_transformers_trains_in_any_layout_and_goes_back(
         for rank in train(start, layout, text, tmp_path / layout_name, 2):
             assert_equal(rank.state, one.state)
             assert rank.record.losses == pytest.approx(one.record.losses[:2], rel=LOSS_TOLERANCE), layout_name
+    state = storage.read_manifest(tmp_path / layout_name / "run/checkpoints/step-00000002")["train_state"]
+    assert state["max_position_embeddings"] == model.config.max_position_embeddings
 
     if name == "mixtral":
         return  # it has biases now, which transformers' has not
