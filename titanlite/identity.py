@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from titanlite.parallel.runtime import Ranks
 
 # Keys that say where things are on a machine: nodes may differ in them.
-_PLACES = {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path"}
+_PLACES = {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path", "checkpoint.init_from"}
 
-# What every train state has, besides "data".
+# What every train state has, besides "data", and what older ones have not.
 _TRAIN_STATE = {"step": int, "samples": int, "tokens": int, "resumed_from": str, "data_fingerprint": str}
+_LATER_TRAIN_STATE = {"init_from": str, "max_position_embeddings": int}
 
 # Keys of [data] that no token depends on.
 _NOT_CONTENT = {"data.epochs", "data.prepare_workers", "data.num_workers", "data.cache_dir", "data.allow_change"}
@@ -63,8 +64,7 @@ def check_train_state(manifest: Mapping[str, Any], path: Path) -> None:
         raise InputError(Problem("", "checkpoint.resume", f"{path}, weights only", "a checkpoint of a run", fix))
     wrong = [key for key, kind in _TRAIN_STATE.items() if type(state.get(key)) is not kind]
     wrong += [key for key in ("samples", "tokens") if key not in wrong and state[key] < 0]
-    if type(state.get("init_from", "")) is not str:  # older ones have none
-        wrong.append("init_from")
+    wrong += [key for key, kind in _LATER_TRAIN_STATE.items() if key in state and type(state[key]) is not kind]
     if state.get("step") != manifest["step"]:
         wrong.append("step")
     if "data" in state:
@@ -96,8 +96,8 @@ def check_same_run(manifest: Mapping[str, Any], path: Path, *, config: Config, d
     if refused:
         raise InputError(refused)
     same_data = manifest["train_state"]["data_fingerprint"] == data.fingerprint
-    told_elsewhere = {*_ACCEPTED_BY.values()} | (set() if same_data else {"data.sources"})
-    told = [f"{key} was {old.get(key)!r}, is now {new.get(key)!r}" for key in differing if key not in told_elsewhere]
+    not_told = {*_ACCEPTED_BY.values()} | (set() if same_data else {"data.sources"})
+    told = [f"{key} was {old.get(key)!r}, is now {new.get(key)!r}" for key in differing if key not in not_told]
     torch_before = manifest["versions"].get("torch")
     if torch_before != str(torch.__version__):  # its kernels may round otherwise
         told.append(f"torch was {torch_before}, is now {torch.__version__}: not bitwise the run that it was")

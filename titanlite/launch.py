@@ -1,6 +1,7 @@
 """The parent of a run: reads and checks everything there is to check, then starts the workers of this node.
 
-No torch until all checks have passed. Exit codes: 0 done, 1 a worker failed, 2 wrong input, 75 stopped and saved.
+No torch until all other checks have passed; then to look at the weights that the run starts from, if it does from any.
+Exit codes: 0 done, 1 a worker failed, 2 wrong input, 75 stopped and saved.
 """
 
 from __future__ import annotations
@@ -289,7 +290,8 @@ def lock_run(run_folder: Path, nodes: Nodes) -> FolderLock:
 
 
 def check_weights(loaded: Loaded) -> None:
-    """Raises InputError if the weights that the run is to start from are not its model's. Reads no tensor."""
+    """Raises InputError if the weights that the run is to start from are not its model's. Imports torch, if there are
+    such; reads no tensor. The config must have passed all other checks."""
     if check.starts_from_weights(loaded):
         from titanlite.checkpoint.initial import open_weights
 

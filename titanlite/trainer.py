@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.initial import padded_tables
+from titanlite.checkpoint.initial import load_weights
 from titanlite.checkpoint.lock import WORKER_LOCK, lock_folder
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.layout import parameter_counts, plan_batch, plan_pipeline
@@ -53,6 +53,7 @@ class TrainState:
     tokens:       tokens consumed
     resumed_from: the checkpoint that the run was told to start from (checkpoint.resume = PATH), if it was
     init_from:    the folder whose weights it started with (checkpoint.init_from), if it did not start with new ones
+    max_position_embeddings: what a model of Hugging Face that these come from was good for, tokens; 0: no such model
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class TrainState:
     tokens: int = 0
     resumed_from: str = ""
     init_from: str = ""
+    max_position_embeddings: int = 0
 
 
 class DeferredScalars:
@@ -222,7 +224,7 @@ class Trainer:
             return
         assert self.checkpoints is not None
         tables: dict[str, tuple[int, int]] = {}  # by key, as in _tensors
-        for fqn, rows in padded_tables(self.config.model).items():
+        for fqn, rows in self.config.model.padded_tables.items():
             keys = (f"model.{fqn}", f"optimizer.{fqn}.exp_avg", f"optimizer.{fqn}.exp_avg_sq")
             tables |= dict.fromkeys(keys, rows)
         self.checkpoints.load(self.resume_path, self._tensors(), tables)
@@ -232,14 +234,18 @@ class Trainer:
             self._say("checkpoint.init_from was not read: it is what a run starts from that has nothing to resume")
 
     def _load_weights(self, path: str) -> None:
-        config = self.config
-        # With checkpoint.enable = false nothing is saved or resumed, but weights are loaded.
-        manager = self.checkpoints or CheckpointManager(
-            config.checkpoint, self.folder / "checkpoints", self.ranks, report=self._say
+        """Also with checkpoint.enable = false, which turns off saving and resuming."""
+        weights = load_weights(
+            Path(path),
+            self.config.model,
+            self.parameters | self.model.buffers,
+            self.ranks.object_channel(),
+            allow_rope_change=self.config.checkpoint.allow_rope_change,
+            report=self._say,
         )
-        folder = manager.load_weights(Path(path), config.model, self.parameters | self.model.buffers)
-        self.state.init_from = str(folder)
-        self._say(f"weights of {folder}: all else starts anew")
+        self.state.init_from = str(weights.folder.resolve())
+        self.state.max_position_embeddings = weights.max_position_embeddings
+        self._say(f"weights of {self.state.init_from}: all else starts anew")
 
     def _build_loader(self) -> None:
         training, ranks = self.config.training, self.ranks

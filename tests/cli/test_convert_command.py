@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_another_tokenizer_than_the_runs(
 def test_nothing_is_overwritten(run_folder: Path, tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    command("to-hf", run_folder, out)
+    command("to-hf", run_folder, out)  # an empty folder is no obstacle
     before = contents(out)
     for words in (("to-hf", run_folder, out), ("from-hf", out, out), ("to-hf", run_folder, out / "config.json")):
         assert "nothing is overwritten" in command(*words, code=2)
@@ -129,6 +130,83 @@ def test_a_damaged_checkpoint_is_not_converted(run_folder: Path, tmp_path: Path,
     assert not (tmp_path / "out").exists()
     next(run_folder.rglob("manifest.json")).unlink()
     assert "no checkpoint is committed" in command("to-hf", run_folder, tmp_path / "out", code=2)
+
+
+def change_manifest(folder: Path, alter: Callable[[dict[str, Any]], Any]) -> None:
+    step = next(folder.rglob("manifest.json")).parent
+    manifest = storage.read_manifest(step)
+    alter(manifest)
+    storage.commit(step, storage.make_manifest(3, storage.records(manifest), manifest))
+
+
+def test_a_config_that_is_not_of_the_tensors_or_of_another_version(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    model = storage.read_manifest(run_folder / "checkpoints/step-00000003")["config"]["model"]
+    change_manifest(run_folder, lambda manifest: manifest["config"]["model"].update(ffn_dim=model["ffn_dim"] + 8))
+    said = command("to-hf", run_folder, tmp_path / "out", code=2)
+    assert "model.layers.0.mlp.down.weight" in said and "use the [model] section" in said
+    change_manifest(run_folder, lambda manifest: manifest["config"]["tokenizer"].update(key_of_tomorrow=1))
+    said = command("to-hf", run_folder, tmp_path / "out", code=2)
+    assert "config.tokenizer.key_of_tomorrow: got a [tokenizer] that this titanlite does not know" in said
+
+
+def test_the_length_that_a_model_came_with_goes_out_again(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    """Llama 3.1's is 131072, though its scaling was made for 8 x 8192; longer training counts."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    change_manifest(run_folder, lambda manifest: manifest["config"]["model"].update(rope_scaling=scaling))
+    for imported, seq_len, length in ((None, 64, 512), (1024, 64, 1024), (256, 64, 256), (1024, 2048, 2048)):
+
+        def alter(manifest: dict[str, Any], imported: int | None = imported, seq_len: int = seq_len) -> None:
+            manifest["train_state"]["max_position_embeddings"] = imported or 0
+            manifest["config"]["training"]["seq_len"] = seq_len
+
+        change_manifest(run_folder, alter)
+        out = tmp_path / f"{imported} {seq_len}"
+        command("to-hf", run_folder, out)
+        assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == length
+        assert json.loads((out / "tokenizer_config.json").read_text())["model_max_length"] == length
+
+
+def test_folders_that_were_made_for_it_go_and_what_another_wrote_stays(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    other = tmp_path / "a/b/c/of another"
+
+    def meanwhile(file: Any) -> None:
+        assert list((tmp_path / "a/b").iterdir()) == [Path(file.name).parent], "nothing is written into OUT"
+        if other.name in wanted:
+            other.parent.mkdir()
+            other.write_text("x")
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(convert, "fsync_file", meanwhile)
+    wanted: list[str] = []
+    command("to-hf", run_folder, tmp_path / "a/b/c", code=1)
+    assert sorted(tmp_path.iterdir()) == before
+    wanted.append(other.name)
+    command("to-hf", run_folder, tmp_path / "a/b/c", code=1)
+    assert [file for file in (tmp_path / "a").rglob("*") if file.is_file()] == [other]
+
+
+def test_two_conversions_into_one_folder(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first to end has it; the other leaves nothing."""
+    fsync = convert.fsync_file
+    inside: list[Any] = []
+
+    def meanwhile(file: Any) -> None:
+        if not inside:
+            inside.append(file)
+            command("to-hf", run_folder, tmp_path / "out", "--dtype", "bfloat16")
+        fsync(file)
+
+    monkeypatch.setattr(convert, "fsync_file", meanwhile)
+    assert "OUT: got" in command("to-hf", run_folder, tmp_path / "out", code=2)
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
 def test_a_full_disk_leaves_nothing(
@@ -155,6 +233,8 @@ def test_a_full_disk_leaves_nothing(
         (("from-hf", "nowhere", "out"), "nowhere: config.json: got No such file"),
         (("to-pt", "a", "b"), "invalid choice: 'to-pt'"),
         (("to-hf", "a", "b", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("from-hf", "a", "b", "--shard-size", "1GB"), "--shard-size: got from-hf; allowed: only with to-hf"),
+        (("from-hf", "a", "b", "--tokenizer", "none", "--dtype", "float16"), "leave --dtype, --tokenizer out"),
         (("to-hf", "a", "b", "--shard-size", "big"), "--shard-size: got big; allowed: a size such as 5GB"),
         (("to-hf", "a", "b", "--shard-size", "0"), "--shard-size: got 0"),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.processes import LAUNCH, TINY, assert_refused, environment, run, write_config
+from titanlite import cli
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.checksum import FileRecord
 
@@ -158,8 +159,8 @@ def test_a_good_plan_takes_no_torch(tmp_path: Path) -> None:
     assert done.stdout == "2 False\n", done.stderr
 
 
-def test_weights_of_another_model(tmp_path: Path) -> None:
-    """The launcher looks at whose they are."""
+def test_weights_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The launcher looks at whose they are, and so does a check."""
     parts = {
         "layout": {},
         "versions": {},
@@ -175,3 +176,5 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         done, "nothing was started", "tiny.toml: model.dim: got 32; allowed: 64, as ", f"{step}/manifest.json says"
     )
     assert not (tmp_path / "outputs").exists()
+    assert cli.main(["config", *arguments[1:], "--check"]) == 2
+    assert "tiny.toml: model.dim: got 32; allowed: 64, as " in capsys.readouterr().err

@@ -165,10 +165,11 @@ def test_the_padding_of_the_vocabulary_may_change_with_the_layout(
                 assert torch.equal(found[:257], tensor[:257]), key
             else:
                 assert torch.equal(found, tensor), key
-        copy = shutil.copytree(tmp_path / "run", tmp_path / f"{number}/run").parent
-        (one,) = train(sections, ONE_PROCESS, text, copy, start + STEPS_EACH + 1)
-        before = one.state
-        assert any("exp_avg_sq" in key for key in before)
+        if number < 2:
+            copy = shutil.copytree(tmp_path / "run", tmp_path / f"{number}/run").parent
+            (one,) = train(sections, ONE_PROCESS, text, copy, start + STEPS_EACH + 1)
+            before = one.state
+            assert any("exp_avg_sq" in key for key in before)
 
 
 # ---- the comparison sees what is wrong

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,28 @@ def test_another_model_and_damage_are_refused(sources: Mapping[str, Path], text:
     (copy / "__1_0.distcp").write_bytes(data)
     with pytest.raises(WorkerFailed, match=r"DamagedError: .*__1_0\.distcp: got other content"):
         train(merge(EXPERTS, init_from(copy)), _layout(dp_shard=2), text, tmp_path / "b", 1)
-    assert not (tmp_path / "b/run/metrics.jsonl").exists()
+
+
+def _in_a_folder_of_its_own(folders: tuple[Path, ...]) -> None:
+    os.chdir(folders[dist.get_rank()])
+
+
+def test_each_rank_reads_its_own_path(sources: Mapping[str, Path], text: Path, tmp_path: Path) -> None:
+    """As on machines with a copy each, which one link leads to: damage in any of them is found."""
+    folders = (tmp_path / "0", tmp_path / "1")
+    for folder in folders:
+        folder.mkdir()
+        copy = shutil.copytree(sources["dense"], folder / f"copy {folder.name}")
+        (folder / "weights").symlink_to(copy.name)
+    start, go = merge(DENSE, init_from(Path("weights"))), partial(_in_a_folder_of_its_own, folders)
+    (first, _) = train(start, _layout(dp_shard=2), text, tmp_path / "good", 1, go)
+    assert f"weights of {tmp_path}/0/copy 0/checkpoints/step-00000003: all else starts anew" in first.said
+    file = tmp_path / "1/copy 1/checkpoints/step-00000003/__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(WorkerFailed, match=r"DamagedError: .*__1_0\.distcp: got other content"):
+        train(start, _layout(dp_shard=2), text, tmp_path / "bad", 1, go)
 
 
 def _with_a_manifest_of_its_own() -> None:

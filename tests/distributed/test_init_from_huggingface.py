@@ -16,7 +16,9 @@ from tests.harness.training import merge
 from tests.parity.layouts import BASE, ONE_PROCESS, Layout, Sections, _layout
 from tests.unit.model.test_huggingface import reference_model
 from tests.unit.model.test_huggingface_moe import reference_model as reference_model_of_experts
+from titanlite.checkpoint import storage
 from titanlite.checkpoint.convert import write_huggingface
+from titanlite.checkpoint.initial import open_weights
 from titanlite.config.schema import Config
 from titanlite.data.shards import TokenShards
 from titanlite.verify.promise import LOSS_TOLERANCE
@@ -78,6 +80,8 @@ def test_a_model_of_transformers_trains_in_any_layout_and_goes_back(
         for rank in train(start, layout, text, tmp_path / layout_name, 2):
             assert_equal(rank.state, one.state)
             assert rank.record.losses == pytest.approx(one.record.losses[:2], rel=LOSS_TOLERANCE), layout_name
+    state = storage.read_manifest(tmp_path / layout_name / "run/checkpoints/step-00000002")["train_state"]
+    assert state["max_position_embeddings"] == model.config.max_position_embeddings
 
     if name == "mixtral":
         return  # it has biases now, which transformers' has not
@@ -85,10 +89,11 @@ def test_a_model_of_transformers_trains_in_any_layout_and_goes_back(
     checkpoint = tmp_path / layout_name / "run/checkpoints/step-00000002"
     out = tmp_path / "out"
     out.mkdir()
+    config = Config.model_validate(merge(BASE, sections)).model
     write_huggingface(
-        checkpoint,
+        open_weights(checkpoint, config),
         out,
-        Config.model_validate(merge(BASE, sections)).model,
+        config,
         dtype="float32",
         shard_bytes=20_000,
         max_position_embeddings=32,

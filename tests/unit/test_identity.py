@@ -172,7 +172,8 @@ def test_places_are_not_compared() -> None:
     ranks: Any = World({})
     check_ranks_agree(config(), "d1", ranks)
     assert "optimizer.lr" in ranks.seen and "run.name" in ranks.seen
-    assert not {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path"} & ranks.seen.keys()
+    places = {"run.output_dir", "data.cache_dir", "data.sources", "tokenizer.path", "checkpoint.init_from"}
+    assert not places & ranks.seen.keys()
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_places_are_not_compared() -> None:
         ({"data_fingerprint": None}, "train_state.data_fingerprint: got None"),
         ({"data": {"start": 0}}, "train_state.data: got"),
         ({"init_from": 1}, "train_state.init_from: got 1"),
+        ({"max_position_embeddings": "8"}, "train_state.max_position_embeddings: got '8'"),
         ({"weights_only": True}, "checkpoint.resume: got c, weights only"),
     ],
 )

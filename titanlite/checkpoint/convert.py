@@ -22,8 +22,8 @@ from titanlite.checkpoint.huggingface_model import (
     their_names,
     their_shape,
 )
+from titanlite.checkpoint.initial import InitialWeights
 from titanlite.checkpoint.manager import versions
-from titanlite.checkpoint.storage import CheckpointError
 from titanlite.config.layout import Layout
 from titanlite.config.problems import InputError, Problem
 from titanlite.config.schema import ModelConfig
@@ -41,12 +41,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """One of their tensors: our parameter without padding rows, or one expert's part of it (expert -1: it is whole)."""
+    """One of their tensors: our parameter without padding rows, or one expert's part of it (expert None: it is
+    whole)."""
 
     name: str
     shape: torch.Size
     fqn: str
-    expert: int
+    expert: int | None
 
 
 def pieces_of(model: ModelConfig) -> list[Piece]:
@@ -56,12 +57,12 @@ def pieces_of(model: ModelConfig) -> list[Piece]:
     for fqn, shape in parameter_shapes(model).items():
         theirs = their_shape(fqn, shape, model)
         for number, name in enumerate(their_names(fqn, kind, model.moe.n_experts)):
-            pieces.append(Piece(name, theirs, fqn, number if is_stacked(fqn) else -1))
+            pieces.append(Piece(name, theirs, fqn, number if is_stacked(fqn) else None))
     return pieces
 
 
 def write_huggingface(
-    folder: Path,
+    weights: InitialWeights,
     out: Path,
     model: ModelConfig,
     *,
@@ -72,21 +73,15 @@ def write_huggingface(
     others: Mapping[str, bytes],
     report: Report,
 ) -> None:
-    """Write the weights of a committed checkpoint, which must have been verified, as a folder that transformers loads.
+    """Write weights of a model, which must have been verified, as a folder that transformers loads.
 
     out: an empty folder. dtype: one of DTYPES. shard_bytes: a file has no more, unless one tensor does. token_ids:
     bos_token_id and eos_token_id. others: what else belongs into the folder, by name. Each file is on the disk before
     config.json, without which transformers loads nothing, gets its name. Raises InputError, CheckpointError, OSError.
     """
-    metadata = dcp.read_metadata(folder)
-    saved, wanted = dcp.saved_tensors(metadata), parameter_shapes(model)
-    for fqn, shape in wanted.items():
-        if saved.get(f"model.{fqn}", ((), None))[0] != tuple(shape):
-            got = saved.get(f"model.{fqn}")
-            raise CheckpointError(f"{folder}: model.{fqn} is {got}, but its config says {tuple(shape)}")
     shards = list(_shards(pieces_of(model), DTYPES[dtype][0].itemsize, shard_bytes))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    source = _Source(folder, metadata, saved)
+    source = _Source(weights, parameter_shapes(model))
     for name, shard in zip(names, shards, strict=True):
         size = _write_shard(out / name, shard, source, dtype)
         report(f"wrote {name} ({len(shard)} tensors, {size / 1e6:,.1f} MB)")
@@ -106,32 +101,30 @@ def write_huggingface(
 class _Source:
     """Our parameters, one at a time."""
 
-    def __init__(self, folder: Path, metadata: Any, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self._folder, self._metadata, self._saved = folder, metadata, saved
+    def __init__(self, weights: InitialWeights, shapes: Mapping[str, torch.Size]) -> None:
+        self._weights, self._shapes = weights, shapes
         self._fqn, self._tensor = "", torch.empty(0)
 
     def get(self, piece: Piece) -> Tensor:
-        """Without padding rows, as it was saved. The last parameter is kept, since the next piece may be of it."""
+        """Without padding rows, in float32. The last parameter is kept, since the next piece may be of it."""
         if piece.fqn != self._fqn:
             self._tensor = torch.empty(0)  # given back before the next one is read
-            key = f"model.{piece.fqn}"
-            shape, dtype = self._saved[key]
-            tensor = torch.empty(shape, dtype=dtype)
-            dcp.read_into(self._folder, self._metadata, {key: tensor})
+            tensor = torch.empty(self._shapes[piece.fqn])
+            self._weights.fill({piece.fqn: tensor})
             self._fqn, self._tensor = piece.fqn, tensor
-        return self._tensor[: piece.shape[0]] if piece.expert < 0 else self._tensor[piece.expert]
+        return self._tensor[: piece.shape[0]] if piece.expert is None else self._tensor[piece.expert]
 
 
 def _shards(pieces: Sequence[Piece], itemsize: int, shard_bytes: int) -> Iterator[list[Piece]]:
     shard: list[Piece] = []
     size = 0
     for piece in pieces:
-        bytes = piece.shape.numel() * itemsize
-        if shard and size + bytes > shard_bytes:
+        more = piece.shape.numel() * itemsize
+        if shard and size + more > shard_bytes:
             yield shard
             shard, size = [], 0
         shard.append(piece)
-        size += bytes
+        size += more
     yield shard
 
 
@@ -161,9 +154,10 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 def _as(block: Tensor, dtype: torch.dtype, piece: Piece) -> Tensor:
     converted = block.to(dtype).contiguous()
-    if dtype == torch.float16 and not torch.equal(converted.isinf(), block.isinf()):
-        allowed = "bfloat16 or float32: float16 ends at 65504"
-        raise InputError(Problem(COMMAND_LINE, "--dtype", f"float16, but {piece.name} has larger values", allowed))
+    if not torch.equal(converted.isinf(), block.isinf()):
+        got = f"{str(dtype).removeprefix('torch.')}, but {piece.name} has larger values"
+        allowed = "one that holds them: float16 ends at 65504, bfloat16 at 3.39e38"
+        raise InputError(Problem(COMMAND_LINE, "--dtype", got, allowed, "--dtype float32 holds them all"))
     return converted
 
 

@@ -1,10 +1,11 @@
 """Tensors to files and back through torch.distributed.checkpoint (DCP), with any layout on either side.
 
 DCP plans, writes and reads; the collectives between are ours, over the checkpoint's own channel, so that a rank that
-fails gives all ranks one plain error and so that only what a rank will write has to be staged.
+fails gives all ranks one plain error and so that only what a rank will write has to be staged. What write_streamed and
+fill_local exchange is no live tensor: they use the same planners, alone, with blocks that a function makes or takes.
 
 Seen working on torch 2.11.0 and 2.13.0, on CPU. Public are the default planners, the storage reader and writer, and the
-steps of both that are called here in the order in which dcp.save and dcp.load call them. Internal to DCP, and so what
+steps of both, which are called here in the order in which dcp.save and dcp.load call them. Internal to DCP, and so what
 another torch may change: a writer's `per_thread_copy_ahead` and `fs`, that it only ever appends to a file, the `prefix`
 in a plan's storage_data, the names `__RANK_N.distcp`, and the pickle in `.metadata` with its private classes.
 """
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.checksum import FileRecord, HashedFile
-from titanlite.checkpoint.storage import METADATA, CheckpointError, DamagedError, is_tensor_file
+from titanlite.checkpoint.storage import MANIFEST, METADATA, CheckpointError, DamagedError, is_tensor_file
 from titanlite.config.problems import InputError, Problem
 from titanlite.files import fsync_folder
 
@@ -73,6 +74,27 @@ def agree(channel: ObjectChannel, doing: str, work: Callable[[], T]) -> T:
     if problems:
         damaged = all(kind is DamagedError for _, kind, found in everyone if found)
         raise (DamagedError if damaged else InputError)(problems)
+    return cast(T, value)
+
+
+def on_main(channel: ObjectChannel, work: Callable[[], T]) -> T:
+    """Do `work` on the main rank; its value, or its error, on all ranks. InputErrors are kept, others become one
+    CheckpointError."""
+    value: Any = None
+    kind, problems = InputError, cast(tuple[Problem, ...], ())
+    failure: str | None = None
+    if channel.rank == 0:
+        try:
+            value = work()
+        except InputError as error:
+            kind, problems = type(error), error.problems
+        except Exception as error:
+            failure = describe(error)
+    value, kind, problems, failure = channel.broadcast((value, kind, problems, failure))
+    if problems:
+        raise kind(problems)
+    if failure:
+        raise CheckpointError(failure)
     return cast(T, value)
 
 
@@ -175,12 +197,11 @@ def write_tensors(folder: Path, plan: Plan, tensors: Tensors, snapshot: Snapshot
     return Written(files.records(), files.seconds, writing.value())
 
 
-def write_metadata(folder: Path, plan: Plan, results: list[list[WriteResult]]) -> Written:
+def write_metadata(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> Written:
     """Rank 0: write DCP's description of all ranks' files."""
-    assert plan.metadata is not None
     writer, files = _writer(folder)
     with files.errors():
-        writer.finish(plan.metadata, results)
+        writer.finish(metadata, results)
     (record,) = files.records().values()  # written under another name, then renamed
     return Written({METADATA: record}, files.seconds)
 
@@ -286,7 +307,7 @@ def write_streamed(
         results.append(writing.value())
         done += sum(4 * item.tensor_data.chunk.sizes.numel() for item in plan.items if item.tensor_data)
         report(done, total)
-    return files | write_metadata(folder, Plan([], SavePlan([]), metadata), results).files
+    return files | write_metadata(folder, metadata, results).files
 
 
 def _pieces(shape: torch.Size) -> Iterator[ChunkStorageMetadata]:
@@ -352,9 +373,17 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def tensor_files(metadata: Metadata) -> set[str]:
-    """Names of the files that hold the tensors."""
-    return {str(place.relative_path) for place in metadata.storage_data.values()}
+def read_metadata_of(folder: Path, manifest: Mapping[str, Any]) -> Metadata:
+    """The metadata of a checkpoint with this manifest. Raises DamagedError if they do not belong together; what
+    read_metadata does."""
+    metadata = read_metadata(folder)
+    named = {str(place.relative_path) for place in metadata.storage_data.values()}
+    if unknown := sorted(named - manifest["files"].keys()):
+        fix = "use another checkpoint: what these files hold was never verified"
+        raise DamagedError(
+            Problem(str(folder), METADATA, f"names {', '.join(unknown[:5])}", f"files that {MANIFEST} names", fix)
+        )
+    return metadata
 
 
 # Plain data, whose constructors do nothing. BytesStorageMetadata is missing on purpose: DCP unpickles such an entry's
@@ -428,11 +457,14 @@ def repad(metadata: Metadata, tables: Mapping[str, tuple[int, int]]) -> Metadata
     """The metadata, in place, of a checkpoint whose tables have another padding: a load reads the rows that count, and
     leaves the others as they are.
 
-    tables: key -> rows that a table is to have, and how many of them, the first ones, count
+    tables: key -> rows that a table is to have, and how many of them, the first ones, count. One that is saved with
+    fewer rows than count stays as it is, for `differences` to tell.
     """
     for key in tables.keys() & metadata.state_dict_metadata.keys():
         entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
         rows, counted = tables[key]
+        if entry.size[0] < counted:
+            continue
         chunks = []
         for chunk in entry.chunks:
             left = min(chunk.sizes[0], counted - chunk.offsets[0])
@@ -455,8 +487,7 @@ def read_tensors(
 
 
 def read_into(folder: Path, metadata: Metadata, tensors: Tensors) -> None:
-    """What read_tensors does on one rank. metadata: of that folder, as read_metadata or repad
-    returns it."""
+    """What read_tensors does on one rank. metadata: of that folder, as repad has left it."""
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from titanlite.checkpoint.huggingface_model import (
     CONFIG,
     NAMES,
     is_stacked,
-    model_section,
     parameter_shapes,
     read_config,
     read_json,
@@ -29,9 +28,6 @@ from titanlite.config.schema import ModelConfig
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")  # which float32 holds exactly
-_ONLY_FOR_TRAINING = {"model.init_std", "model.vocab_pad_multiple"} | {
-    f"model.moe.{key}" for key in ("bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
-}
 # Of older exports: made from the config there as here.
 _NO_WEIGHT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LM_HEAD = NAMES["output.weight"]
@@ -41,25 +37,30 @@ class HuggingFaceWeights:
     """The weights in a folder of safetensors as the parameters of `model`.
 
     shapes: our parameters, as Transformer.named_parameters has them (vocabulary padded, experts stacked)
+    files:  that hold them
 
-    Raises InputError that names every key of [model] that the folder's config.json contradicts, and every tensor that
-    is missing, unexpected, or of another shape than the model's. Nothing but safetensors is read.
+    Raises InputError that names every tensor that is missing, unexpected, there twice, or of another shape than the
+    model's. Nothing but safetensors is read, and of them no tensor.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self.folder = folder
-        files = weight_files(folder)  # before all else: what is no safetensors is told as such
-        problems = other_architecture(ModelConfig.model_validate(model_section(folder)), model, folder / CONFIG)
-        if problems:
-            raise InputError(problems)
+        self.files = _weight_files(folder)
         self._file_of: dict[str, Path] = {}
         found: dict[str, tuple[torch.Size, str]] = {}
-        for file in files:
+        twice: list[Problem] = []
+        for file in self.files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # it is no mapping
+                    if name in found:
+                        got = f"one in {self._file_of[name].name} and one in {file.name}"
+                        fix = "remove files that are of no model, or copy the repository again"
+                        twice.append(Problem(str(folder), name, got, "one tensor of a name", fix))
                     described = tensors.get_slice(name)
                     found[name] = torch.Size(described.get_shape()), described.get_dtype()
                     self._file_of[name] = file
+        if twice:
+            raise InputError(twice)
         self.shapes = parameter_shapes(model)
         kind = read_config(folder)["model_type"]
         self._names = {fqn: their_names(fqn, kind, model.moe.n_experts) for fqn in self.shapes}
@@ -70,12 +71,11 @@ class HuggingFaceWeights:
         if problems:
             raise InputError(problems)
         self._their_shapes = expected
-        if model.tie_word_embeddings and _LM_HEAD in found:
-            self._check_tied(found[_LM_HEAD][0], expected[NAMES["embedding.weight"]])
+        self._head = found[_LM_HEAD][0] if model.tie_word_embeddings and _LM_HEAD in found else None
 
     def read(self, fqn: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """The block of a parameter that starts at `offsets`: float32 of shape `lengths`, on the CPU, zero in padding
-        rows. Only the block is read. Raises SafetensorError, OSError."""
+        rows. Only the block is read. Raises InputError if a file is no longer whole."""
         block = torch.zeros(tuple(lengths))
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}  # and closed again: what is mapped counts as this process's memory
@@ -89,7 +89,11 @@ class HuggingFaceWeights:
                 if file not in opened:
                     opened[file] = stack.enter_context(_opened(file))
                 part = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
-                out[tuple(slice(0, p.stop - p.start) for p in part)] = opened[file].get_slice(name)[part]
+                try:
+                    there = opened[file].get_slice(name)[part]
+                except SafetensorError as error:
+                    raise _not_whole(file, error) from None
+                out[tuple(slice(0, p.stop - p.start) for p in part)] = there
 
             names = self._names[fqn]
             if is_stacked(fqn):
@@ -99,22 +103,36 @@ class HuggingFaceWeights:
                 copy(names[0], offsets, block)
         return block
 
-    def _check_tied(self, shape: torch.Size, wanted: torch.Size) -> None:
-        """An output matrix beside a tied table is a copy of it, or else the config is wrong."""
-        table, same = NAMES["embedding.weight"], shape == wanted
+    def first_rows(self) -> Iterator[Tensor]:
+        """The first row of each tensor, as it is there: seldom the same in two models of one architecture."""
+        for file in self.files:
+            with _opened(file) as tensors:
+                for name in sorted(tensors.keys()):
+                    yield tensors.get_slice(name)[:1]
+
+    def check_tied(self) -> None:
+        """An output matrix beside a tied table must be a copy of it, or else the config is wrong. Reads both. Raises
+        InputError."""
+        if self._head is None:
+            return
+        table = NAMES["embedding.weight"]
+        same = self._head == self._their_shapes[table]
         with _opened(self._file_of[_LM_HEAD]) as one, _opened(self._file_of[table]) as other:
             head, embedding = one.get_slice(_LM_HEAD), other.get_slice(table)
-            for row in range(0, shape[0] if same else 0, 4096):
+            for row in range(0, self._head[0] if same else 0, 4096):
                 same &= torch.equal(head[row : row + 4096], embedding[row : row + 4096])
         if not same:
             got, allowed = f"another matrix than {table}", "the same, or none, since tie_word_embeddings is true"
             raise InputError(Problem(str(self.folder), _LM_HEAD, got, allowed, f"set it to false in {CONFIG} if it is"))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model. Raises InputError if there are none, or one is missing; it says why pickles are
-    not read."""
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model. Raises InputError if there are none, or one is missing, or two sets; it says
+    why pickles are not read."""
     if (folder / INDEX).exists():
+        if (folder / ONE_FILE).exists():  # which transformers reads, and not what the index names
+            got, fix = f"both {ONE_FILE} and {INDEX}", "remove the one that is not of this model, with its files"
+            raise InputError(Problem(str(folder), "weights", got, "one of them", fix))
         weight_map = read_json(folder, INDEX, "the index of a model").get("weight_map")
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         bad = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
@@ -123,8 +141,8 @@ def weight_files(folder: Path) -> list[Path]:
             raise InputError(Problem(str(folder), INDEX, got, "the index of a model", "copy the repository again"))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            problems = (Problem(str(folder), name, "no such file", f"what {INDEX} names") for name in missing)
-            raise InputError(problems)
+            fix = "copy the repository again"
+            raise InputError(Problem(str(folder), name, "no such file", f"what {INDEX} names", fix) for name in missing)
         return [folder / name for name in names]
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
@@ -141,38 +159,11 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        problem = Problem(str(file.parent), file.name, str(error), "a whole safetensors file", "copy it again")
-        raise InputError(problem) from None
+        raise _not_whole(file, error) from None
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """What weights are made for, by dotted key: without keys that only training needs, and those that are idle."""
-    keys = {f"model.{key}": value for key, value in model.model_dump().items() if key not in ("rope_scaling", "moe")}
-    keys["model.head_dim"] = model.resolved_head_dim
-    scaling, moe = model.rope_scaling.model_dump(), model.moe.model_dump()
-    keys |= {f"model.rope_scaling.{key}": scaling[key] for key in scaling if key == "factor" or scaling["factor"] != 1}
-    keys |= {f"model.moe.{key}": moe[key] for key in moe if key == "n_experts" or moe["n_experts"] > 0}
-    if model.is_moe_layer(0):
-        del keys["model.ffn_dim"]
-    return {key: value for key, value in keys.items() if key not in _ONLY_FOR_TRAINING}
-
-
-def other_architecture(theirs: ModelConfig, ours: ModelConfig, source: Path) -> list[Problem]:
-    """Keys of our model that are not those of the model that weights were made for, which the file `source` says."""
-    mine, saved = architecture(ours), architecture(theirs)
-    fix = "set it so in [model], or take other weights"
-    accept = "set it so in [model], or accept it with --checkpoint.allow_rope_change true"
-    return [
-        Problem(
-            "",
-            key,
-            shown(mine.get(key)),
-            f"{shown(saved.get(key))}, as {source} says",
-            accept if key.startswith("model.rope_") else fix,
-        )
-        for key in dict.fromkeys([*mine, *saved])
-        if mine.get(key) != saved.get(key)
-    ]
+def _not_whole(file: Path, error: Exception) -> InputError:
+    return InputError(Problem(str(file.parent), file.name, str(error), "a whole safetensors file", "copy it again"))
 
 
 def _other_tensors(

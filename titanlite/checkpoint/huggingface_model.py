@@ -63,7 +63,7 @@ def is_stacked(fqn: str) -> bool:
 
 
 def their_names(fqn: str, kind: str, n_experts: int) -> tuple[str, ...]:
-    """Names of what is our parameter `fqn` there: one, or of a stacked parameter one for each expert, by number.
+    """The names that our parameter `fqn` has there: one, or of a stacked parameter one for each expert, by number.
 
     kind: theirs of the model, as model_type says.
     """
@@ -82,8 +82,8 @@ def parameter_shapes(model: ModelConfig) -> dict[str, torch.Size]:
 
 
 def their_shape(fqn: str, shape: torch.Size, model: ModelConfig) -> torch.Size:
-    """Of each of their tensors that make up our parameter of that shape."""
-    if fqn in ("embedding.weight", "output.weight"):
+    """The shape of each of their tensors that make up our parameter of that shape."""
+    if fqn in model.padded_tables:
         return torch.Size((model.vocab_size, *shape[1:]))
     return shape[1:] if is_stacked(fqn) else shape
 
@@ -98,10 +98,15 @@ _CLASSES = {
 }
 # What transformers takes for keys that are not there; those not named here must be.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "num_key_value_heads": None},
-    "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
-    "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": False},
+    "llama": {"rms_norm_eps": 1e-6, "num_key_value_heads": None, "max_position_embeddings": 2048},
+    "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128, "max_position_embeddings": 32768},
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": False, "max_position_embeddings": 32768},
 }
 _COMMON_DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "rope_theta": 10000.0, "head_dim": None}
 # Features that titanlite's models do not have, and the values that say they are off.
@@ -204,6 +209,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def context_length(folder: Path) -> int:
+    """max_position_embeddings of their model: positions, or what transformers takes if there is no such key. Raises
+    InputError."""
+    key, config = "max_position_embeddings", read_config(folder)
+    value = config.get(key, _DEFAULTS[config["model_type"]][key])
+    if type(value) is not int or value < 1:
+        fix = "copy the model's repository again"
+        raise InputError(Problem(str(folder / CONFIG), key, shown(value), "a number of positions", fix))
+    return value
+
+
 def model_section(folder: Path) -> dict[str, Any]:
     """The [model] section that the config.json of a folder stands for: every key that its weights were made for.
 
@@ -281,7 +297,7 @@ def _rope(config: Mapping[str, Any], path: str, problems: list[Problem]) -> tupl
     """(base or None, [model.rope_scaling]), from `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(key) or {}
-    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else given
+    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind == "default" and given.get("partial_rotary_factor", 1.0) == 1.0:
         return given.get("rope_theta"), {}
@@ -293,6 +309,7 @@ def _rope(config: Mapping[str, Any], path: str, problems: list[Problem]) -> tupl
 
 
 def read_json(folder: Path, name: str, allowed: str) -> dict[str, Any]:
+    """The object in a JSON file of the folder. Raises InputError; allowed: what the file is, as it says then."""
     try:
         value = json.loads((folder / name).read_bytes())
         if not isinstance(value, dict):

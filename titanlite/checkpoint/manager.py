@@ -19,17 +19,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 import titanlite
 from titanlite.checkpoint import dcp, storage
 from titanlite.checkpoint.checksum import FileRecord
-from titanlite.checkpoint.initial import InitialWeights, open_weights
 from titanlite.checkpoint.storage import CheckpointError, DamagedError
+from titanlite.checkpoint.verify import verify
 from titanlite.config.problems import InputError, Problem
-from titanlite.config.schema import CheckpointConfig, ModelConfig
+from titanlite.config.schema import CheckpointConfig
 
 if TYPE_CHECKING:
     from titanlite.parallel.runtime import Ranks
@@ -117,7 +117,7 @@ class CheckpointManager:
                 raise InputError(Problem("", str(self.folder), got, "a folder that can be written", fix)) from error
             return token.name
 
-        token = self.folder / self._on_main(make)
+        token = self.folder / dcp.on_main(self._channel, make)
         try:
             dcp.agree(self._channel, "looking at the checkpoint folder", lambda: storage.check_shared(token))
         finally:
@@ -281,9 +281,10 @@ class CheckpointManager:
         """Main rank: write what stands for all of it. Returns its bytes, and seconds that checksums have cost."""
         if everyone is None:
             return 0, 0.0
+        assert plan.metadata is not None
         files = {name: record for written in everyone for name, record in written.files.items()}
         storage.wait_for_files(folder, {name: record.bytes for name, record in files.items()})
-        metadata = dcp.write_metadata(folder, plan, [written.results for written in everyone])
+        metadata = dcp.write_metadata(folder, plan.metadata, [written.results for written in everyone])
         files |= metadata.files
         storage.commit(folder, storage.make_manifest(step, files, parts))
         slowest = max(written.seconds for written in everyone)
@@ -293,7 +294,7 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """The newest committed checkpoint of this run folder; None if there is none. Its tensors are not looked at."""
-        return self._on_main(self._latest)
+        return dcp.on_main(self._channel, self._latest)
 
     def _latest(self) -> Path | None:
         steps = storage.committed_steps(self.folder, self._report)
@@ -307,7 +308,7 @@ class CheckpointManager:
         A path must be that of a step folder itself, under whatever name. A run that has gone on from it (the
         train_state of its own checkpoints says `resumed_from`) goes on with those.
         """
-        candidates, given = self._on_main(self._candidates)
+        candidates, given = dcp.on_main(self._channel, self._candidates)
         damaged: list[tuple[Path, Sequence[Problem]]] = []
         chosen, verified = given, ""
         for folder in candidates:
@@ -321,7 +322,7 @@ class CheckpointManager:
         if damaged and chosen is None:
             raise InputError(_none_is_good(self.folder, damaged))
         if damaged:
-            self._on_main(lambda: self._set_aside(damaged))
+            dcp.on_main(self._channel, lambda: self._set_aside(damaged))
         if verified:
             self._report(verified)
         if given is not None and chosen != given:
@@ -360,7 +361,7 @@ class CheckpointManager:
 
     def read_manifest(self, path: Path) -> dict[str, Any]:
         """The manifest of a committed checkpoint, read once and given to all ranks. Raises InputError."""
-        return self._on_main(lambda: storage.read_manifest(Path(path)))
+        return dcp.on_main(self._channel, lambda: storage.read_manifest(Path(path)))
 
     def load(
         self, path: Path, tensors: Mapping[str, torch.Tensor], tables: Mapping[str, tuple[int, int]] = dcp.NO_TABLES
@@ -382,96 +383,30 @@ class CheckpointManager:
 
         def check() -> dict[str, Any]:
             manifest = storage.read_manifest(path)
-            metadata = dcp.repad(dcp.read_metadata(path), tables)
-            saved = dcp.saved_tensors(metadata)
+            saved = dcp.saved_tensors(dcp.repad(dcp.read_metadata_of(path, manifest), tables))
             model = {key: value for part in wanted or [] for key, value in part.items()}
             problems = dcp.differences(path, saved, model)
             if problems:
                 raise InputError(problems)
-            if unknown := dcp.tensor_files(metadata) - manifest["files"].keys():
-                raise CheckpointError(f"{path}: its manifest does not know {', '.join(sorted(unknown)[:5])}")
             return manifest
 
-        manifest = self._on_main(check)
+        manifest = dcp.on_main(self._channel, check)
         dcp.read_tensors(path, tensors, self._channel, tables)
         if path.resolve().parent == self.folder.resolve():
             self._step_on_disk = manifest["step"]
         return manifest
 
-    def load_weights(self, path: Path, model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """Fill `tensors` in place with the weights that `path` names, whatever layout they were saved under.
-
-        path:    as checkpoint.init_from
-        tensors: parameters and persistent buffers of `model` by FQN; each rank reads what it holds
-        Returns the folder that they came from. Raises InputError (DamagedError, if a checkpoint is damaged) before any
-        tensor is touched; CheckpointError if reading fails.
-        """
-
-        def opened(place: Path) -> InitialWeights:
-            return open_weights(place, model, allow_rope_change=self.config.allow_rope_change)
-
-        def look() -> tuple[Path, bool]:
-            found = opened(path)
-            return found.folder, found.of_titanlite
-
-        folder, of_titanlite = self._on_main(look)
-        if of_titanlite:
-            self._report(self._verify(folder))
-            self._verified = None
-        weights = dcp.agree(self._channel, f"opening {folder}", lambda: opened(folder))
-        identities = self._channel.all_gather(weights.identity)
-        if other := [rank for rank, identity in enumerate(identities) if identity != identities[0]]:
-            raise CheckpointError(f"{folder} holds other weights on the machine of rank {other[0]} than on rank 0's")
-        dcp.agree(self._channel, f"loading {folder}", lambda: weights.fill(tensors))
-        for note in weights.notes:
-            self._report(note)
-        return folder
-
     def _verify(self, folder: Path) -> str:
-        """Read every file of a committed checkpoint, each rank its share; returns a line that says so.
-
-        Raises DamagedError, on all ranks, that names all bad files; InputError if some may not be read.
-        """
-        start = time.perf_counter()
+        """verify() of a committed checkpoint. Raises what it does, and InputError."""
 
         def look() -> dict[str, FileRecord]:
             manifest = storage.read_manifest(folder)
             storage.check_sizes(folder, manifest)
             return storage.records(manifest)
 
-        files = self._on_main(look)
-
-        def read() -> None:
-            mine = {name: files[name] for name in storage.share(files, self._channel.rank, self._channel.size)}
-            storage.wait_for_files(folder, {name: record.bytes for name, record in mine.items()})
-            storage.check_files(folder, mine)
-
-        dcp.agree(self._channel, f"reading {folder}", read)
+        said = verify(folder, dcp.on_main(self._channel, look), self._channel)
         self._verified = folder
-        without = sum(record.checksum is None for record in files.values())
-        if without:
-            self._report(f"warning: {folder} has no checksums of {without} files: only their sizes were compared")
-        size, seconds = sum(record.bytes for record in files.values()), time.perf_counter() - start
-        return f"verified {folder.name} ({size / 1e6:,.1f} MB in {seconds:.2f} s)"
-
-    def _on_main(self, work: Callable[[], T]) -> T:
-        """The main rank's result of `work`, or its error, on all ranks."""
-        value: Any = None
-        kind, problems = InputError, cast(tuple[Problem, ...], ())
-        failure: str | None = None
-        if self._ranks.is_main:
-            try:
-                value = work()
-            except InputError as error:
-                kind, problems = type(error), error.problems
-            except Exception as error:
-                failure = dcp.describe(error)
-        value, kind, problems, failure = self._channel.broadcast((value, kind, problems, failure))
-        if problems:
-            raise kind(problems)
-        if failure:
-            raise CheckpointError(failure)
-        return cast(T, value)
+        return said
 
 
 def _done(work: Callable[[], T]) -> Future[T]:

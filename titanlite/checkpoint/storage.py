@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from titanlite.checkpoint.checksum import FileRecord, of_bytes, of_file
 from titanlite.config.problems import InputError, Problem
@@ -49,6 +51,7 @@ _LOST = {
     for name in ("ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EIO", "ENODATA", "EUCLEAN", "EBADMSG")
     if hasattr(errno, name)
 }
+Section = TypeVar("Section", bound=BaseModel)
 # How long a file that another node wrote may stay invisible here (attribute caches of network filesystems).
 _VISIBLE_SECONDS = 15.0
 
@@ -131,6 +134,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if malformed:
         raise DamagedError(malformed)
     return manifest
+
+
+def section_of(manifest: Mapping[str, Any], folder: Path, name: str, kind: type[Section]) -> Section:
+    """A section of the config in the manifest of a folder. Raises InputError if this titanlite does not know it."""
+    try:
+        return kind.model_validate(manifest["config"].get(name))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("config", name, *first["loc"])))
+        got = f"a [{name}] that this titanlite does not know ({first['msg']})"
+        fix = "use the titanlite that wrote it"
+        raise InputError(Problem(f"{folder}/{MANIFEST}", key, got, "one that it does", fix)) from None
 
 
 def _malformed(folder: Path, manifest: Mapping[str, Any], without_checksum: bool) -> Problem | None:
@@ -291,6 +306,14 @@ def all_folders(checkpoints: Path) -> list[Path]:
     folders = _listing(checkpoints) if checkpoints.is_dir() else []
     found = [(state, folder) for folder in folders if folder.is_dir() and (state := step_and_state(folder))]
     return [folder for _, folder in sorted(found)]
+
+
+def committed_at(path: Path) -> list[Path]:
+    """The checkpoints that a path means: the step folder that it is, under any name, or the committed ones of a run
+    folder or its `checkpoints/`, the newest first."""
+    if (path / MANIFEST).exists():
+        return [path]
+    return committed_folders(path) or committed_folders(path / "checkpoints")
 
 
 def committed_folders(checkpoints: Path) -> list[Path]:

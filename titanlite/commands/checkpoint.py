@@ -79,11 +79,9 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def committed(path: Path) -> list[Path]:
-    """Those of them that a run may resume from, or the one step folder that PATH is. Raises InputError."""
-    folders = step_folders(path)
-    if folders != [path]:
-        folders = [folder for folder in folders if storage.step_of(folder) is not None]
-    folders = [folder for folder in folders if (folder / MANIFEST).exists()]
+    """Those of them that a run may resume from, by step, or the one step folder that PATH is. Raises InputError."""
+    step_folders(path)
+    folders = storage.committed_at(path)[::-1]
     if not folders:
         got = f"{path}, in which no checkpoint is committed"
         fix = f"one counts once it has its {MANIFEST}, which is written last"

@@ -1,4 +1,4 @@
-"""`titanlite config`: prints, checks and lists runs. Torch-free."""
+"""`titanlite config`: prints, checks and lists runs. Torch only to look at weights that a run is to start from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from titanlite.config.layout import fixed_world_size, parameter_counts, plan_bat
 from titanlite.config.load import Loaded, available_configs, display, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
+from titanlite.launch import check_weights
 
 USAGE = "titanlite config NAME [--section.key VALUE ...] [--check [--world-size N]] [--json] | --list"
 
@@ -77,6 +78,7 @@ def print_check(name: str, overrides: Sequence[str], world_size: int | None, as_
         warnings = check.warnings(loaded, world_size)
         if found:
             raise InputError(found)
+        check_weights(loaded)
         plan = layout_plan(loaded, world_size)
     except InputError as error:
         problems = error.problems

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from titanlite.checkpoint import storage
 from titanlite.config.keys import KEYS, nearest, shown
 from titanlite.config.layout import (
     SPLIT_BACKWARD,
@@ -474,7 +475,8 @@ def _resume(loaded: Loaded) -> list[Problem]:
         return [_problem(loaded, "checkpoint.resume", '"auto", "never" or the path of a step folder', fix)]
     if os.path.isfile(os.path.join(resume, "manifest.json")):
         return []
-    steps = sorted(str(manifest.parent) for manifest in Path(resume).glob("**/step-*/manifest.json"))
+    manifests = Path(resume).glob("**/step-*/manifest.json")
+    steps = sorted(str(manifest.parent) for manifest in manifests if storage.step_of(manifest.parent) is not None)
     fix = f"did you mean {steps[-1]}?" if steps else "give a folder outputs/NAME/checkpoints/step-N"
     return [_problem(loaded, "checkpoint.resume", "a committed checkpoint: a folder with a manifest.json", fix)]
 
@@ -489,7 +491,7 @@ def starts_from_weights(loaded: Loaded) -> bool:
 
 
 def _has_checkpoints(run: Path) -> bool:
-    return any((run / "checkpoints").glob("step-*/manifest.json"))
+    return bool(storage.committed_folders(run / "checkpoints"))
 
 
 def _init_from(loaded: Loaded) -> list[Problem]:
@@ -500,9 +502,7 @@ def _init_from(loaded: Loaded) -> list[Problem]:
         fix = f"{path} is a file: give its folder" if os.path.exists(path) else _not_there(path)
         return [_problem(loaded, key, allowed, fix)]
     folder = Path(path)
-    if any((folder / name).is_file() for name in ("manifest.json", "config.json")) or _has_checkpoints(folder):
-        return []
-    if any(folder.glob("step-*/manifest.json")):
+    if storage.committed_at(folder) or (folder / "config.json").is_file():
         return []
     fix = "it has no manifest.json, no config.json, and no checkpoints/step-N with a manifest.json"
     return [_problem(loaded, key, allowed, fix)]

@@ -128,6 +128,12 @@ class ModelConfig(Section):
         return -(-self.vocab_size // self.vocab_pad_multiple) * self.vocab_pad_multiple
 
     @property
+    def padded_tables(self) -> dict[str, tuple[int, int]]:
+        """Parameters with a row for each token id: their rows, and how many of these, the first ones, are no padding.
+        The output is not one of the model if the embeddings are tied."""
+        return dict.fromkeys(("embedding.weight", "output.weight"), (self.padded_vocab_size, self.vocab_size))
+
+    @property
     def resolved_head_dim(self) -> int:
         """Width of one head: head_dim, or dim // n_heads when that is 0."""
         return self.head_dim or self.dim // self.n_heads

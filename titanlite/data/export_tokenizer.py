@@ -75,7 +75,10 @@ def huggingface_files(
 
 
 def puts_bos(folder: Path) -> bool:
-    """Whether the tokenizer of a Hugging Face folder puts BOS before a text, so that its model has learnt so."""
+    """Whether the tokenizer of a Hugging Face folder puts BOS before a text, so that its model has learnt so.
+
+    Where tokenizer.json has a template, transformers (5.24) goes by that alone, whatever add_bos_token says.
+    """
 
     def read(name: str) -> dict[str, Any]:
         try:
@@ -84,11 +87,15 @@ def puts_bos(folder: Path) -> bool:
             return {}
         return value if isinstance(value, dict) else {}
 
+    beside = read("special_tokens_map.json") | read("tokenizer_config.json")
+    bos = beside.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
     given = read("tokenizer.json").get("post_processor") or {}
     for part in given.get("processors") or [given]:
         if part.get("type") == "TemplateProcessing" and part.get("single"):
-            return "SpecialToken" in part["single"][0]
-    return read("tokenizer_config.json").get("add_bos_token") is True
+            first = part["single"][0].get("SpecialToken")
+            return first is not None and bos in (None, first["id"])
+    return beside.get("add_bos_token") is True
 
 
 def _piece(spec: Spec, number: int) -> str | None:

@@ -82,7 +82,7 @@ class Recorder(Trainer):
         return result
 
     def _report(self, done: PendingStep, validate: Any = None) -> None:
-        loss, norm, _, *others = done.scalars.get()
+        loss, norm, _, _, *others = done.scalars.get()
         self.record.losses.append(loss)
         self.record.norms.append(norm)
         self.record.routers.append(dict(zip(done.others, others, strict=True)))

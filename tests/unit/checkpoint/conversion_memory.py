@@ -11,6 +11,7 @@ import torch
 from titanlite.checkpoint import convert, dcp, storage
 from titanlite.checkpoint.huggingface import HuggingFaceWeights
 from titanlite.checkpoint.huggingface_model import model_section, parameter_shapes
+from titanlite.checkpoint.initial import open_weights
 from titanlite.config.schema import ModelConfig
 
 MODEL = ModelConfig(vocab_size=500, dim=256, n_layers=24, n_heads=4, n_kv_heads=4, ffn_dim=1024)
@@ -36,9 +37,11 @@ def main(folder: Path) -> None:
         storage.step_folder(folder, 0), shapes, lambda key, offsets, lengths: torch.ones(*lengths)
     )
     assert len(files) > 20
+    parts = {"layout": {}, "versions": {}, "config": {"model": MODEL.model_dump(mode="json")}, "train_state": {}}
+    storage.commit(storage.step_folder(folder, 0), storage.make_manifest(0, files, parts))
     started = peak()
     convert.write_huggingface(
-        storage.step_folder(folder, 0), there, MODEL, dtype="bfloat16", shard_bytes=LIMIT, max_position_embeddings=64,
+        open_weights(folder, MODEL), there, MODEL, dtype="bfloat16", shard_bytes=LIMIT, max_position_embeddings=64,
         token_ids={}, others={}, report=lambda line: None,
     )  # fmt: skip
     weights = HuggingFaceWeights(there, ModelConfig.model_validate(model_section(there)))

@@ -22,8 +22,15 @@ from tests.unit.checkpoint.conversion_memory import STATUS
 from tests.unit.model.helpers import batch, difference, small_config, small_model
 from titanlite import cli
 from titanlite.checkpoint import convert, dcp, huggingface_model
-from titanlite.checkpoint.huggingface import HuggingFaceWeights, architecture
-from titanlite.checkpoint.huggingface_model import make_config, model_section, parameter_shapes, their_names
+from titanlite.checkpoint.huggingface import HuggingFaceWeights
+from titanlite.checkpoint.huggingface_model import (
+    context_length,
+    make_config,
+    model_section,
+    parameter_shapes,
+    their_names,
+)
+from titanlite.checkpoint.initial import architecture, load_weights, open_weights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import step_folder
 from titanlite.config.load import load
@@ -271,6 +278,7 @@ def test_keys_that_are_missing_mean_what_they_mean_to_transformers(name: str, fo
         theirs.save_pretrained(tmp_path / "read")
         wanted, got = (ModelConfig.model_validate(s) for s in (model_section(tmp_path / "read"), section))
         assert architecture(got) == architecture(wanted), key
+        assert context_length(tmp_path) == context_length(tmp_path / "read"), key
         checked += 1
     assert required < {
         "model_type",
@@ -309,7 +317,22 @@ def lost_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
 
 
+def two_sets(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ONE}}))
+    save_file({"a": torch.ones(1)}, folder / ONE)
+
+
+def a_tensor_twice(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "a.safetensors")
+    save_file({Q_PROJ: tensors[Q_PROJ] + 1}, folder / "b.safetensors")
+    names = dict.fromkeys(tensors, "a.safetensors") | {"another": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 def leads_away(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
 
 
@@ -326,6 +349,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: got No such file"),
     "lost shard": (lost_shard, "model-00001-of-00001.safetensors: got no such file"),
     "a name that leads away": (leads_away, r'model.safetensors.index.json: got "../model.safetensors"'),
+    "two sets of weights": (two_sets, r"got both model\.safetensors and model\.safetensors\.index\.json"),
+    "a tensor twice": (a_tensor_twice, f"{Q_PROJ}: got one in a.safetensors and one in b.safetensors"),
     "cut file": (cut, "model.safetensors: got .*; allowed: a whole safetensors file"),
     "architecture": (lambda f: change(f, model_type="gpt_neox"), 'model_type: got "gpt_neox"; allowed: one of llama'),
     "activation": (lambda f: change(f, hidden_act="gelu"), 'hidden_act: got "gelu"'),
@@ -334,6 +359,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other scaling": (
         lambda f: change(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_parameters: got .*yarn"
     ),
+    "a word for a scaling": (
+        lambda f: change(f, rope_parameters=None, rope_scaling="default"), 'rope_scaling: got "default"'
+    ),
+    "no length": (lambda f: change(f, max_position_embeddings=None), "max_position_embeddings: got None"),
     "half a scaling": (lambda f: change(f, rope_parameters={"rope_type": "llama3", "factor": 4.0}), "rope_parameters"),
     "partial rotary": (
         lambda f: change(f, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "rope_parameters"
@@ -392,20 +421,41 @@ def test_a_copy_of_a_tied_table_and_old_buffers_are_taken(tmp_path: Path) -> Non
     command("from-hf", tmp_path / "theirs", tmp_path / "out")
 
 
+def test_a_table_and_another_head_are_compared_once(tmp_path: Path) -> None:
+    """Not where weights are only looked at: the launcher, and every rank."""
+    made_by_transformers(tmp_path, "llama")
+    change_tensors(lambda tensors: tensors.update({HEAD: torch.ones(257, 64)}))(tmp_path)
+    model = ModelConfig.model_validate(model_section(tmp_path))
+    open_weights(tmp_path, model)
+    tensors = {fqn: torch.zeros(shape) for fqn, shape in parameter_shapes(model).items()}
+    channel = OneRank().object_channel()
+    with pytest.raises(InputError, match=r"lm_head\.weight: got another matrix"):
+        load_weights(tmp_path, model, tensors, channel, report=lambda line: None)
+    assert not any(tensor.any() for tensor in tensors.values())
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    made_by_transformers(tmp_path, "llama")
+    weights = HuggingFaceWeights(tmp_path, ModelConfig.model_validate(model_section(tmp_path)))
+    change_tensors(lambda tensors: tensors.pop(Q_PROJ))(tmp_path)
+    with pytest.raises(InputError, match=r"model\.safetensors: got .*allowed: a whole safetensors file"):
+        weights.read("layers.1.attention.wq.weight", (0, 0), (2, 2))
+
+
 def test_another_model_than_the_weights_were_made_for_is_told_with_its_keys(tmp_path: Path) -> None:
     made_by_transformers(tmp_path, "llama")
     config = ModelConfig.model_validate(model_section(tmp_path))
-    HuggingFaceWeights(tmp_path, config.model_copy(update={"init_std": 0.5, "vocab_pad_multiple": 3, "head_dim": 0}))
+    open_weights(tmp_path, config.model_copy(update={"init_std": 0.5, "vocab_pad_multiple": 3, "head_dim": 0}))
     other = config.model_copy(update={"rope_theta": 1e4, "norm_eps": 1e-5, "vocab_size": 300})
     with pytest.raises(InputError) as caught:
-        HuggingFaceWeights(tmp_path, other)
+        open_weights(tmp_path, other)
     assert [problem.key for problem in caught.value.problems] == [
         "model.vocab_size",
         "model.norm_eps",
         "model.rope_theta",
     ]
     with pytest.raises(InputError, match=r"model\.rope_scaling\.factor: got 1\.0; allowed: 8\.0"):
-        HuggingFaceWeights(tmp_path, config.model_copy(update={"rope_scaling": RopeScalingConfig()}))
+        open_weights(tmp_path, config.model_copy(update={"rope_scaling": RopeScalingConfig()}))
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -443,10 +493,11 @@ def test_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert torch.equal(load_all(tmp_path / name)[HEAD], parameters["output.weight"][:257].detach().to(dtype))
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert loaded.dtype == dtype
-    with torch.no_grad():
-        parameters["layers.0.mlp.up.weight"][1, 2] = 1e5
-    command("to-hf", save(tmp_path / "large", model), tmp_path / "out", "--dtype", "float16", code=2)
-    assert "model.layers.0.mlp.up_proj.weight has larger values" in capsys.readouterr().err
+    for name, value in (("float16", 1e5), ("bfloat16", -3.4e38)):
+        with torch.no_grad():
+            parameters["layers.0.mlp.up.weight"][1, 2] = value
+        command("to-hf", save(tmp_path / f"large {name}", model), tmp_path / "out", "--dtype", name, code=2)
+        assert f"{name}, but model.layers.0.mlp.up_proj.weight has larger values" in capsys.readouterr().err
 
 
 def test_large_tensors_are_converted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +532,7 @@ def test_config_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     command("to-hf", save(tmp_path / "run", small_model(small_config())), out)
     assert written[-2:] == ["model.safetensors.index.json", "config.json"]
     times = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
-    assert max(times, key=lambda name: times[name]) == "config.json"
+    assert times["config.json"] == max(times.values())
     (out / "config.json").unlink()
     with pytest.raises((OSError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(out)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.convert import write_checkpoint
 from titanlite.checkpoint.huggingface import HuggingFaceWeights
-from titanlite.checkpoint.initial import open_weights
+from titanlite.checkpoint.initial import load_weights, open_weights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.storage import DamagedError
 from titanlite.config.layout import Layout
@@ -48,13 +50,18 @@ class Source:
         self.run, self._ranks = run, ranks
 
     def save(
-        self, step: int, model: ModelConfig, dtype: torch.dtype = torch.float32, *, in_padding: float = 0.0
+        self,
+        step: int,
+        model: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        alter: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
+        **state: Any,
     ) -> Path:
         manager = CheckpointManager(CheckpointConfig(keep_latest_k=0), self.run / "checkpoints", self._ranks)
         tensors = {f"model.{fqn}": tensor.to(dtype) for fqn, tensor in weights_of(model).items()}
-        tensors["model.embedding.weight"][model.vocab_size :] = in_padding
+        alter(tensors)
         tensors["optimizer.norm.weight.exp_avg"] = torch.ones(model.dim)
-        parts = {"train_state": {"step": step}, "layout": asdict(Layout(1, 1, 1, 1, 1, 1, 1))}
+        parts = {"train_state": {"step": step, **state}, "layout": asdict(Layout(1, 1, 1, 1, 1, 1, 1))}
         manager.save(step, tensors, {**parts, "config": {"model": model.model_dump(mode="json")}}, wait=True)
         return self.run / f"checkpoints/step-{step:08d}"
 
@@ -111,8 +118,25 @@ def test_other_padding_and_other_dtypes(source: Source) -> None:
 
 
 def test_padding_rows_are_not_read(source: Source) -> None:
-    step = source.save(1, model_config(), in_padding=7.0)
+    step = source.save(1, model_config(), alter=lambda tensors: tensors["model.embedding.weight"][21:].fill_(7.0))
     assert not read(step, model_config())[0]["embedding.weight"][21:].any()
+
+
+def shortened(tensors: dict[str, Tensor]) -> None:
+    tensors["model.embedding.weight"] = tensors["model.embedding.weight"][:20].clone()
+
+
+def test_a_table_that_lacks_a_token_is_refused(source: Source, one_rank: Any) -> None:
+    """Its rows would keep their first values. In a resume as in a start."""
+    model = model_config()
+    step = source.save(1, model, alter=shortened)
+    (said,) = refusal(step, model)
+    assert "model.embedding.weight: got torch.float32 of shape [20, 8]; allowed: torch.float32 of shape [24, 8]" in said
+    manager = CheckpointManager(CheckpointConfig(), source.run / "checkpoints", one_rank)
+    tensors = {f"model.{fqn}": tensor for fqn, tensor in weights_of(model).items()}
+    tensors["optimizer.norm.weight.exp_avg"] = torch.ones(model.dim)
+    with pytest.raises(InputError, match=r"embedding\.weight: got torch\.float32 of shape \[20, 8\]"):
+        manager.load(step, tensors, {f"model.{fqn}": rows for fqn, rows in model.padded_tables.items()})
 
 
 @pytest.mark.parametrize(
@@ -152,6 +176,11 @@ def test_rotary_keys_change_if_asked_to(source: Source) -> None:
     assert read(step, model_config(), allow_rope_change=True)[1] == []
 
 
+def lose(keys: list[str], tensors: dict[str, Tensor]) -> None:
+    for key in keys:
+        del tensors[key]
+
+
 def test_biases_of_experts(source: Source) -> None:
     biased, plain = model_config(moe=BIASED), model_config(moe=EXPERTS)
     with_them, without = source.save(1, biased), source.save(2, plain)
@@ -161,6 +190,13 @@ def test_biases_of_experts(source: Source) -> None:
     biases = [key for key in found if key.endswith("expert_bias")]
     assert len(biases) == 2 and not any(found[key].any() for key in biases)
     assert notes == [f"2 biases that choose experts are not in {without}: they start at 0"]
+    for step, lost in enumerate((biases[:1], biases), 3):  # it was saved with them
+        saved = source.save(step, biased, alter=partial(lose, [f"model.{key}" for key in lost]))
+        (said,) = refusal(saved, biased)
+        assert f"model.{biases[0]}" in said and "got not in the checkpoint" in said
+    saved = source.save(5, plain, alter=lambda tensors: tensors.update({f"model.{biases[0]}": torch.zeros(4)}))
+    (said,) = refusal(saved, biased)
+    assert f"model.{biases[1]}" in said and f"model.{biases[0]}" not in said and "not in the checkpoint" in said
     (said,) = refusal(with_them, plain)
     assert said.startswith("model.moe.bias_update_rate: got 0; allowed: more than 0") and "0.1 is what" in said
 
@@ -181,6 +217,32 @@ def test_damage_is_seen_without_reading_tensors(source: Source) -> None:
     (step / ".metadata").write_bytes(data)
     with pytest.raises(DamagedError, match=r"\.metadata: got other content"):
         open_weights(step, model_config())
+
+
+def test_nothing_is_touched_before_every_byte_is_verified(source: Source, one_rank: Any) -> None:
+    model = model_config()
+    step = source.save(1, model)
+    file = step / "__0_0.distcp"
+    tensors = {fqn: torch.zeros_like(tensor) for fqn, tensor in weights_of(model).items()}
+    said: list[str] = []
+
+    def load() -> Any:
+        return load_weights(step, model, tensors, one_rank.object_channel(), report=said.append)
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp: got other content"):
+        load()
+    assert not any(tensor.any() for tensor in tensors.values()) and not said
+    file.write_bytes(whole)
+    assert load().folder == step and same(tensors, weights_of(model))
+    assert [line.split(" (")[0] for line in said] == ["verified step-00000001"]
+
+
+def test_the_length_of_the_model_that_a_run_began_with(source: Source) -> None:
+    model = model_config()
+    assert open_weights(source.save(1, model, max_position_embeddings=131072), model).max_position_embeddings == 131072
+    assert open_weights(source.save(2, model), model).max_position_embeddings == 0
 
 
 def test_the_identity_tells_copies_apart(source: Source, tmp_path: Path) -> None:
@@ -216,6 +278,9 @@ def test_a_model_of_hugging_face_and_what_is_converted_of_it(tmp_path: Path) -> 
     others = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rms_norm_eps=1e-5))
     others.save_pretrained(tmp_path / "others")  # in float32
     assert open_weights(tmp_path / "others", model).identity != open_weights(tmp_path / "theirs", model).identity
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "tuned")  # the same sizes
+    assert open_weights(tmp_path / "tuned", model).identity != open_weights(tmp_path / "theirs", model).identity
+    assert open_weights(tmp_path / "theirs", model).max_position_embeddings == 64
     (said,) = refusal(tmp_path / "theirs", model_config(rope_theta=20000.0))
     assert said.startswith("model.rope_theta: got 20000.0; allowed: 10000.0")
     _, notes = read(tmp_path / "theirs", model_config(rope_theta=20000.0), allow_rope_change=True)

@@ -541,7 +541,7 @@ def test_what_a_load_reads_is_what_was_verified(run: Setup) -> None:
     (run.step(1) / ".metadata").write_bytes(pickle.dumps(metadata))
     files = {".metadata": storage.of_file(run.step(1) / ".metadata")}
     storage.commit(run.step(1), storage.make_manifest(1, files, manifest))
-    with pytest.raises(CheckpointError, match=r"manifest does not know __5_0\.distcp"):
+    with pytest.raises(DamagedError, match=r"\.metadata: got names __5_0\.distcp; allowed: files that manifest\.json"):
         manager.load(run.step(1), tensors())
 
 

@@ -516,6 +516,10 @@ def test_weights_to_start_from(make: Make, write: Write, tmp_path: Path) -> None
     own = tmp_path / "outputs/run/checkpoints/step-00000001"
     own.mkdir(parents=True)
     assert machine_problems(make(missing), 0), "not committed"
+    aside = own.with_name("step-00000002.superseded-1")
+    aside.mkdir()
+    (aside / "manifest.json").write_text("{}")
+    assert machine_problems(make(missing), 0), "not one to go on from"
     (own / "manifest.json").write_text("{}")
     assert machine_problems(make(missing), 0) == []
     assert machine_problems(make(missing, "--checkpoint.enable=false"), 0), "nothing is resumed"

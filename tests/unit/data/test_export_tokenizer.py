@@ -193,6 +193,26 @@ def test_bos_does_not_come_before_a_text_where_training_did_not_put_it(tmp_path:
     assert theirs.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False) == "the cat"
 
 
+def test_a_model_has_learnt_bos_if_a_template_puts_it_there(tmp_path: Path) -> None:
+    """add_bos_token says nothing then, as for transformers; another mark before a text is no BOS."""
+    config = TokenizerConfig(add_bos=True, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
+    theirs = tmp_path / "theirs"
+    tokenizer = tokenizer_of(tmp_path / "ours", marked(), config)
+    exported(theirs, tokenizer, config)
+    beside = json.loads((theirs / "tokenizer_config.json").read_text())
+    for bos in (beside["bos_token"], {"content": beside["bos_token"], "lstrip": False}):
+        changed = beside | {"add_bos_token": False, "bos_token": bos}
+        (theirs / "tokenizer_config.json").write_text(json.dumps(changed))
+        assert puts_bos(theirs)
+    (theirs / "tokenizer_config.json").write_text(json.dumps(beside | {"add_bos_token": False}))
+    assert transformers.AutoTokenizer.from_pretrained(theirs)("a")["input_ids"][0] == tokenizer.bos_id
+    text = (theirs / "tokenizer.json").read_text()
+    start = text.index('"post_processor"')
+    other = text[:start] + text[start:].replace("<|begin_of_text|>", "<|end_of_text|>")
+    (theirs / "tokenizer.json").write_text(other)
+    assert not puts_bos(theirs)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "words": ({"model_type": "word"}, "neither a byte-pair nor a unigram"),
     "normalized": ({"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"}, "changes text"),
