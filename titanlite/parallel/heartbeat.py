@@ -38,6 +38,7 @@ _TIMED_OUT = re.compile(
 # A rank is gone after this share of the timeout: before NCCL, at the whole of it, ends the ranks that wait.
 _SHARE_OF_TIMEOUT = 0.8
 _PATIENCE = 2.0  # seconds, and two beats, for what other ranks have to tell
+_ENOUGH = 5.0  # seconds for a few requests, of which some may be on the way
 _NAMED = 8  # ranks in a message
 _LONGEST_CAUSE = 2000  # characters of an error that is told to all ranks
 # Appended to the name of a rank's error record: whom it waits for, of use if it is ended without a word of its own.
@@ -112,8 +113,8 @@ class Heartbeat:
                 raise
             raise told.with_traceback(error.__traceback__) from None  # one traceback, of where it waited
         self._over.set()
-        thread.join(5.0)
-        _within(5.0, self._say_done)
+        thread.join(_ENOUGH)
+        _within(_ENOUGH, self._say_done)
 
     def doing(self, what: str) -> None:
         """What this rank does from now on: "step 12". All ranks say the same, in the same order."""
@@ -159,7 +160,7 @@ class Heartbeat:
         if not self._ending.acquire(blocking=False):
             return
         if isinstance(error, LostRankError):
-            _within(5.0, lambda: self._tell(f"LostRankError: {error}"))
+            _within(_ENOUGH, lambda: self._tell(f"LostRankError: {error}"))
         try:
             raise error  # torchrun shows tracebacks only
         except Exception as raised:
