@@ -149,11 +149,10 @@ class Heartbeat:
             if cause and (failed > self._patience or silent > limit):
                 # Gloo's error has not come to the main thread within that time. NCCL has none: it waits for its timeout.
                 self._end_with(PeerFailedError(f"{cause}\nHere: {self._doing}"))
-            elif silent > limit and problem:
-                text = f"the ranks' store has not answered for {silent:.0f} s, so rank 0's node is gone: {problem}"
-                self._end_with(LostRankError(text))
             elif silent > limit and not (last and last["doing"] is None):
                 text = f"{_name(peer, last)} is gone: no sign of life for {silent:.0f} s{_last_seen(last)}"
+                if problem:
+                    text = f"the ranks' store has not answered for {silent:.0f} s, so rank 0's node is gone: {problem}"
                 self._end_with(LostRankError(text))
 
     def _end_with(self, error: Exception) -> None:

@@ -66,31 +66,6 @@ class Ring:
         return None
 
 
-def test_a_silent_rank_is_gone() -> None:
-    ring = Ring(3)
-    ring.ranks[1].doing("step 12")
-    ring.ranks[1]._beat()
-    with ring.ranks[0].running():
-        ring.tick(0, times=GONE - 2)
-        early = ring.end()
-        ring.tick(0, times=3)
-    error = ring.end()
-    assert early is None and isinstance(error, LostRankError)
-    assert str(error).startswith("rank 1 (")
-    assert str(error).endswith(" is gone: no sign of life for 2 s, last seen in step 12")
-    assert list(ring.ranks[2]._told().values()) == [f"LostRankError: {error}"]
-
-
-def test_ranks_that_beat_are_left_alone_and_so_is_one_that_is_done() -> None:
-    """Silence is counted in beats of the watcher: what suspends a machine or a job suspends these, too."""
-    ring = Ring(2)
-    with ring.ranks[0].running():
-        with ring.ranks[1].running():
-            ring.tick(0, 1, times=2 * GONE)
-        ring.tick(0, times=2 * GONE)
-    assert ring.ended.empty()
-
-
 class FaultyStore(dist.HashStore):
     lost = ""  # the method that fails
 
@@ -110,6 +85,34 @@ class FaultyStore(dist.HashStore):
     def fail(self, name: str) -> None:
         if name == self.lost:
             raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_silent_rank_is_gone() -> None:
+    ring = Ring(3)
+    ring.ranks[1].doing("step 12")
+    ring.ranks[1]._beat()
+    with ring.ranks[0].running():
+        ring.tick(0, times=GONE - 2)
+        early = ring.end()
+        ring.tick(0, times=3)
+    error = ring.end()
+    assert early is None and isinstance(error, LostRankError)
+    assert str(error).startswith("rank 1 (")
+    assert str(error).endswith(" is gone: no sign of life for 2 s, last seen in step 12")
+    assert list(ring.ranks[2]._told().values()) == [f"LostRankError: {error}"]
+
+
+def test_ranks_that_beat_are_left_alone_and_so_is_one_that_is_done() -> None:
+    """Silence is counted in beats of the watcher: what suspends a machine or a job suspends these, too."""
+    ring = Ring(2, FaultyStore())
+    with ring.ranks[0].running():
+        with ring.ranks[1].running():
+            ring.tick(0, 1, times=2 * GONE)
+        ring.tick(0, times=2 * GONE)
+        ring.store.lost = "set"
+        ring.tick(0, times=2 * GONE)
+        ring.store.lost = ""
+    assert ring.ended.empty(), "the store goes with rank 0"
 
 
 def test_a_lost_store() -> None:
@@ -224,7 +227,6 @@ def test_who_did_not_come() -> None:
         if rank not in ring.ranks[1:3]:
             rank.doing("step 7")
         rank._beat()
-    ring.store.set("told", "")
     stopped = threading.Event()
 
     def beat() -> None:
