@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.config.load import load
 from titanlite.config.problems import Problem
-from titanlite.launch import large_for_a_cpu, process_count, check_walltime
+from titanlite.launch import check_walltime, large_for_a_cpu, process_count
 from titanlite.lifeline import JOB_END_TIME, START_TIME, job_end
 from titanlite.machine import Nodes
 

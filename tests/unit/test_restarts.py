@@ -96,9 +96,7 @@ def test_a_run_that_has_been_asked_to_end_is_not_started_again(
     assert "boom" in said and "restart" not in said
 
 
-def test_the_cause_is_the_second_signal_to_a_rank(
-    play: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cause_is_the_second_signal_to_a_rank(play: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """And not the end of the ranks that heed it, which may be discovered first."""
     killed = Failure(0, -signal.SIGKILL, 10, 1.0)
     assert play(fails(killed, "now", text="rank 1 was ended by a second signal, SIGTERM")) == 1
@@ -124,8 +122,8 @@ def test_stopped_and_saved(play: Callable[..., int], capsys: pytest.CaptureFixtu
 
 
 @contextmanager
-def signals_of(path: Path) -> Iterator[StopSignals]:
-    job = Job(Nodes(), 2, frozenset({0}), Path("logs"), 10)
+def signals_of(path: Path, **settings: Any) -> Iterator[StopSignals]:
+    job = Job(Nodes(), 2, frozenset({0}), Path("logs"), 10, **settings)
     before = {signum: signal.getsignal(signum) for signum in signal.Signals if signum not in UNTOUCHABLE}
     yield StopSignals(job, StopFile(path))
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -175,3 +173,18 @@ def test_workers_that_cannot_be_asked_are_ended(tmp_path: Path) -> None:
         signals.workers_start()
         with pytest.raises(Stopped, match=r"could not be asked to save: .*No such file"):
             signals._receive(signal.SIGTERM, None)
+
+
+def test_a_run_that_cannot_save_ends_at_once(tmp_path: Path) -> None:
+    with signals_of(tmp_path / "stop", saves=False) as signals, signals.default_until_workers_start():
+        signals.workers_start()
+        with pytest.raises(Stopped, match=r"nothing is saved, as checkpoint.enable is false"):
+            signals._receive(signal.SIGTERM, None)
+
+
+def test_the_grace_runs_out(tmp_path: Path) -> None:
+    with signals_of(tmp_path / "stop", grace_seconds=1) as signals, signals.default_until_workers_start():
+        signals.workers_start()
+        with pytest.raises(Stopped, match=r"SIGTERM: .* not saved within 1 s; raise checkpoint.grace_seconds"):
+            signals._receive(signal.SIGTERM, None)
+            time.sleep(30)
