@@ -84,8 +84,8 @@ class StopRequest:
         return self._noted
 
     def tell_agreed(self) -> None:
-        """Tell the launcher, if there is one, that all ranks save and end now: whatever becomes of that, this run is not
-        to be started again."""
+        """Tell the launcher, if there is one, that all ranks save and end now: whatever becomes of that, it is not to
+        start them again."""
         if self._file is not None:
             with suppress(OSError):  # to save matters more
                 StopFile.create(self._file.asked)
@@ -119,8 +119,8 @@ def watch_launcher_and_signals() -> StopRequest:
     """
     signals = stop_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # Python's own children only: a program that is started here (subprocess) inherits the mask, so that these signals do
-    # not end it. It ends by itself, at the end of its input, or with the session.
+    # Forks only: a program that is started here (subprocess) inherits the mask, and these signals do not end it. It ends
+    # by itself, at the end of its input, or with the session.
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals))
     pid, path = os.environ.get(LAUNCHER_PID, ""), os.environ.get(STOP_FILE, "")
     launcher = int(pid) if pid.isdigit() else None

@@ -147,7 +147,7 @@ class Heartbeat:
             failed = failed + self._interval if cause else 0.0
             last = seen
             if cause and (failed > self._patience or silent > limit):
-                # Gloo's error has not come to the main thread within that time. NCCL has none: it waits for its timeout.
+                # By now Gloo would have raised an error in the main thread. NCCL has none: it waits for its timeout.
                 self._end_with(PeerFailedError(f"{cause}\nHere: {self._doing}"))
             elif silent > limit and not (last and last["doing"] is None):
                 text = f"{_name(peer, last)} is gone: no sign of life for {silent:.0f} s{_last_seen(last)}"

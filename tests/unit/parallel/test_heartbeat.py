@@ -220,7 +220,7 @@ def test_who_has_beaten(missing: set[int]) -> None:
 
 
 def test_who_did_not_come() -> None:
-    """Rank 0 times out; rank 1 hangs in its Python, rank 2 is stopped, rank 3 times out as well, rank 4 a little later."""
+    """Rank 0 times out; rank 1 hangs in its Python, rank 2 is stopped, rank 3 times out as well, rank 4 later."""
     ring = Ring(5)
     for rank in ring.ranks:
         rank.doing("step 6")
