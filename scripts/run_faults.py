@@ -32,6 +32,7 @@ from tests.parity.harness import data_section, make_text
 from tests.parity.layouts import BASE
 from titanlite.checkpoint import storage
 from titanlite.config.load import dump
+from titanlite.config.problems import EXIT_PREEMPTED
 from titanlite.config.schema import Config
 
 INTERVAL = 3  # steps between saves: a save takes as long as one or two of them
@@ -199,21 +200,22 @@ class Strike:
 
 
 @dataclass
-class Kill(Strike):
-    """A signal to "launcher", or to the rank of that number."""
+class Signal(Strike):
+    """To "launcher", or to the rank of that number: SIGKILL, or one that asks to save and to end."""
 
     victim: str = "launcher"
     signum: signal.Signals = signal.SIGKILL
 
     def hit(self, run: Run) -> set[int]:
         assert run.process is not None
-        launcher = self.victim == "launcher"
+        launcher, kill = self.victim == "launcher", self.signum == signal.SIGKILL
         os.kill(run.process.pid if launcher else run.rank(int(self.victim)), self.signum)
         before = run.committed()  # orphans may commit one more
         code = run.wait()
-        assert code == (-self.signum if launcher else 1), f"the launcher exited with {code}"
-        assert launcher or self.signum.name in run.said(), "the signal was not said"
-        return before
+        expected = EXIT_PREEMPTED if not kill else -self.signum if launcher else 1
+        assert code == expected, f"the launcher exited with {code} after {self.signum.name} to {self.victim}"
+        assert (kill and launcher) or self.signum.name in run.said(), f"{self.signum.name} was not said"
+        return before if kill else {run.step}  # of the last row: it must have been saved
 
 
 @dataclass
@@ -458,7 +460,10 @@ def of_runs(work: Path, short: bool, chance: random.Random, disk: Path | None) -
 
 
 def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
-    victims = ["1"] if short else [("0", "1", "launcher")[number % 3] for number in range(50)]
+    everyone = ("launcher", "0", "1")
+    victims = ["1"] if short else [everyone[-number % 3] for number in range(50)]
+    asking = [(victim, signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for victim in everyone]
+    asking = asking[:1] if short else [*asking, *asking[::3]]  # the launcher twice
     damages = [("__1_0.distcp", "flip")]
     if not short:
         damages += [("__0_0.distcp", "flip"), (".metadata", "flip"), ("manifest.json", "flip")]
@@ -470,7 +475,8 @@ def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
         return random.Random(chance.random())
 
     strikes: list[Strike] = [
-        *(Kill(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim) for victim in victims),
+        *(Signal(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim) for victim in victims),
+        *(Signal("SIGTERM, SIGINT or SIGUSR1: saved, exit code 75", own(), *one) for one in asking),
         *(
             Damaged("SIGKILL, and the newest checkpoint damaged", own(), name, how, ask=not short and how == "cut")
             for name, how in damages
