@@ -220,17 +220,24 @@ class Signal(Strike):
 
 @dataclass
 class FullDisk(Strike):
-    """No room but for a part of a checkpoint, on the disk that the whole run folder is on."""
+    """No room but for a part of a checkpoint, on the disk that the whole run folder is on. The run survives the first
+    save that fails. One that was nearly done may be committed before; the room that its commit makes is taken, too."""
 
     disk: Path = Path()
 
     def hit(self, run: Run) -> set[int]:
         newest = storage.committed_folders(run.checkpoints)
         size = sum(path.stat().st_size for path in newest[0].iterdir()) if newest else 1 << 20
-        checkpoint_faults.fill(self.disk, int(self.random.uniform(0, 1) * size))
-        code = run.wait()
-        assert code == 1, f"the launcher exited with {code}"
-        assert re.search(r"disk is full|No space left", run.said()), "the full disk was not said"
+        left = max(0, int(self.random.uniform(-0.5, 1) * size))  # none in one of three
+        assert run.process is not None
+        deadline = time.monotonic() + SECONDS
+        while run.process.poll() is None and time.monotonic() < deadline:
+            checkpoint_faults.fill(self.disk, left)
+            time.sleep(0.05)
+        code = run.process.poll()
+        assert code == 1, f"the launcher exited with {code}:\n{run.said()[-3000:]}"
+        said = re.search(r"^CHECKPOINT NOT SAVED: .*the disk is full", run.said(), re.MULTILINE)
+        assert said, f"ended, but not for want of two saves:\n{run.said()[-3000:]}"
         return run.committed()
 
     def heal(self, run: Run) -> None:
@@ -475,7 +482,10 @@ def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
         return random.Random(chance.random())
 
     strikes: list[Strike] = [
-        *(Signal(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim) for victim in victims),
+        *(
+            Signal(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim)
+            for victim in victims
+        ),
         *(Signal("SIGTERM, SIGINT or SIGUSR1: saved, exit code 75", own(), *one) for one in asking),
         *(
             Damaged("SIGKILL, and the newest checkpoint damaged", own(), name, how, ask=not short and how == "cut")
@@ -486,6 +496,10 @@ def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
     ]
     chance.shuffle(strikes)
     return strikes
+
+
+def _a(victim: str) -> str:
+    return "a rank" if victim.isdigit() else "the launcher"
 
 
 def make_strikes_of_disks(disk: Path, chance: random.Random) -> list[Strike]:
