@@ -215,6 +215,7 @@ class Signal(Strike):
         expected = EXIT_PREEMPTED if not kill else -self.signum if launcher else 1
         assert code == expected, f"the launcher exited with {code} after {self.signum.name} to {self.victim}"
         assert (kill and launcher) or self.signum.name in run.said(), f"{self.signum.name} was not said"
+        assert run.said().count("Traceback") <= 1, run.said()
         return before if kill else {run.step}  # of the last row: it must have been saved
 
 
