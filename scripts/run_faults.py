@@ -388,9 +388,10 @@ def break_and_resume(run: Run, strikes: Sequence[Strike]) -> list[Trial]:
                     Trial(strike, Outcome(lost=True, note=f"{note} it could not go on: {error}"), run.curve())
                 )
                 break
-            note = note or _failed(strike.check, run)
-            lost = resumed < max(spared, default=0)
-            trials.append(Trial(strike, Outcome(lost=lost, resumed=not lost and not note, note=note), run.curve()))
+            newest = max(spared, default=0)
+            lost = resumed < newest
+            note = note or _failed(strike.check, run) or (f"resumed from step {resumed}, not {newest}" if lost else "")
+            trials.append(Trial(strike, Outcome(lost=lost, resumed=not note, note=note), run.curve()))
     finally:
         run.end()
     for folder in storage.committed_folders(run.checkpoints):

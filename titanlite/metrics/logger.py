@@ -145,10 +145,10 @@ class MetricsLogger:
                 self._unwritten = self._unwritten[self._jsonl.write(self._unwritten) :]
         except OSError as error:
             if not waiting:
-                text = (
-                    f"warning: {self._jsonl.name} cannot be written: {error}. Its rows are kept in memory until it can"
+                self.message(
+                    f"warning: {self._jsonl.name} cannot be written: {error}. Its rows stay in memory until it can, "
+                    "and are lost if the run ends before"
                 )
-                self.message(text)
         else:
             if waiting:
                 self.message(f"{self._jsonl.name} can be written again: no row is missing")

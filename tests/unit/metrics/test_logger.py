@@ -256,6 +256,7 @@ def test_rows_that_a_full_disk_has_no_room_for_are_written_later(run: Run) -> No
         logger.log({"step": step, "loss": 1.0})
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()[1]) == 10
     assert run.out.getvalue().count("No space left on device") == 1, "said once"
+    assert "lost if the run ends before" in run.out.getvalue()
     assert "step    4/1000" in run.out.getvalue()
     disk.room = 10_000
     logger.log({"step": 5, "loss": 1.0})
