@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,11 +255,14 @@ def _try_foreign(saved: Path, names: Sequence[str]) -> Outcome:
 
 
 def fill(folder: Path, left: int) -> Path:
-    """Take all room of the file system but `left` bytes; returns the file that takes it."""
+    """Take all room of the file system but `left` bytes, by a file that grows with each call; returns that file."""
     ballast = folder / "ballast"
-    with ballast.open("wb") as file:
+    with ballast.open("ab") as file:
         state = os.statvfs(folder)
-        os.posix_fallocate(file.fileno(), 0, max(1, state.f_bavail * state.f_frsize - left))
+        more = state.f_bavail * state.f_frsize - left
+        if more > 0:
+            with suppress(OSError):  # another one was faster
+                os.posix_fallocate(file.fileno(), file.tell(), more)
     return ballast
 
 

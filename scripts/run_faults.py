@@ -32,6 +32,7 @@ from tests.parity.harness import data_section, make_text
 from tests.parity.layouts import BASE
 from titanlite.checkpoint import storage
 from titanlite.config.load import dump
+from titanlite.config.problems import EXIT_PREEMPTED
 from titanlite.config.schema import Config
 
 INTERVAL = 3  # steps between saves: a save takes as long as one or two of them
@@ -199,36 +200,45 @@ class Strike:
 
 
 @dataclass
-class Kill(Strike):
-    """A signal to "launcher", or to the rank of that number."""
+class Signal(Strike):
+    """To "launcher", or to the rank of that number: SIGKILL, or one that asks to save and to end."""
 
     victim: str = "launcher"
     signum: signal.Signals = signal.SIGKILL
 
     def hit(self, run: Run) -> set[int]:
         assert run.process is not None
-        launcher = self.victim == "launcher"
+        launcher, kill = self.victim == "launcher", self.signum == signal.SIGKILL
         os.kill(run.process.pid if launcher else run.rank(int(self.victim)), self.signum)
         before = run.committed()  # orphans may commit one more
         code = run.wait()
-        assert code == (-self.signum if launcher else 1), f"the launcher exited with {code}"
-        assert launcher or self.signum.name in run.said(), "the signal was not said"
-        return before
+        expected = EXIT_PREEMPTED if not kill else -self.signum if launcher else 1
+        assert code == expected, f"the launcher exited with {code} after {self.signum.name} to {self.victim}"
+        assert (kill and launcher) or self.signum.name in run.said(), f"{self.signum.name} was not said"
+        assert run.said().count("Traceback") <= 1, run.said()
+        return before if kill else {run.step}  # of the last row: it must have been saved
 
 
 @dataclass
 class FullDisk(Strike):
-    """No room but for a part of a checkpoint, on the disk that the whole run folder is on."""
+    """No room but for a part of a checkpoint, on the disk that the whole run folder is on. The run survives the first
+    save that fails. One that was nearly done may be committed before; the room that its commit makes is taken, too."""
 
     disk: Path = Path()
 
     def hit(self, run: Run) -> set[int]:
         newest = storage.committed_folders(run.checkpoints)
         size = sum(path.stat().st_size for path in newest[0].iterdir()) if newest else 1 << 20
-        checkpoint_faults.fill(self.disk, int(self.random.uniform(0, 1) * size))
-        code = run.wait()
-        assert code == 1, f"the launcher exited with {code}"
-        assert re.search(r"disk is full|No space left", run.said()), "the full disk was not said"
+        left = max(0, int(self.random.uniform(-0.5, 1) * size))  # none in one of three
+        assert run.process is not None
+        deadline = time.monotonic() + SECONDS
+        while run.process.poll() is None and time.monotonic() < deadline:
+            checkpoint_faults.fill(self.disk, left)
+            time.sleep(0.05)
+        code = run.process.poll()
+        assert code == 1, f"the launcher exited with {code}:\n{run.said()[-3000:]}"
+        said = re.search(r"^CHECKPOINT NOT SAVED: .*the disk is full", run.said(), re.MULTILINE)
+        assert said, f"ended, but not for want of two saves:\n{run.said()[-3000:]}"
         return run.committed()
 
     def heal(self, run: Run) -> None:
@@ -378,9 +388,10 @@ def break_and_resume(run: Run, strikes: Sequence[Strike]) -> list[Trial]:
                     Trial(strike, Outcome(lost=True, note=f"{note} it could not go on: {error}"), run.curve())
                 )
                 break
-            note = note or _failed(strike.check, run)
-            lost = resumed < max(spared, default=0)
-            trials.append(Trial(strike, Outcome(lost=lost, resumed=not lost and not note, note=note), run.curve()))
+            newest = max(spared, default=0)
+            lost = resumed < newest
+            note = note or _failed(strike.check, run) or (f"resumed from step {resumed}, not {newest}" if lost else "")
+            trials.append(Trial(strike, Outcome(lost=lost, resumed=not note, note=note), run.curve()))
     finally:
         run.end()
     for folder in storage.committed_folders(run.checkpoints):
@@ -458,7 +469,10 @@ def of_runs(work: Path, short: bool, chance: random.Random, disk: Path | None) -
 
 
 def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
-    victims = ["1"] if short else [("0", "1", "launcher")[number % 3] for number in range(50)]
+    everyone = ("launcher", "0", "1")
+    victims = ["1"] if short else [everyone[-number % 3] for number in range(50)]
+    asking = [(victim, signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for victim in everyone]
+    asking = asking[:1] if short else [*asking, *asking[::3]]  # the launcher twice
     damages = [("__1_0.distcp", "flip")]
     if not short:
         damages += [("__0_0.distcp", "flip"), (".metadata", "flip"), ("manifest.json", "flip")]
@@ -470,7 +484,11 @@ def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
         return random.Random(chance.random())
 
     strikes: list[Strike] = [
-        *(Kill(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim) for victim in victims),
+        *(
+            Signal(f"SIGKILL of {'a rank' if victim.isdigit() else 'the launcher'}", own(), victim)
+            for victim in victims
+        ),
+        *(Signal("SIGTERM, SIGINT or SIGUSR1: saved, exit code 75", own(), *one) for one in asking),
         *(
             Damaged("SIGKILL, and the newest checkpoint damaged", own(), name, how, ask=not short and how == "cut")
             for name, how in damages
@@ -480,6 +498,10 @@ def make_strikes(short: bool, chance: random.Random) -> list[Strike]:
     ]
     chance.shuffle(strikes)
     return strikes
+
+
+def _a(victim: str) -> str:
+    return "a rank" if victim.isdigit() else "the launcher"
 
 
 def make_strikes_of_disks(disk: Path, chance: random.Random) -> list[Strike]:
