@@ -20,6 +20,7 @@ from titanlite import __version__
 from titanlite.checkpoint.lock import LAUNCHER_LOCK, WORKER_LOCK, FolderLock, lock_folder, probe_folder
 from titanlite.command_line import Parser, print_problems, say
 from titanlite.config import check
+from titanlite.config.keys import shown
 from titanlite.config.layout import (
     fewest_processes,
     fixed_world_size,
@@ -214,7 +215,8 @@ def check_walltime(loaded: Loaded, environ: Mapping[str, str], problems: list[Pr
         return []
     end = job_end(environ, checkpoint.walltime)
     if end is None:
-        return [f"{END_UNKNOWN}."]
+        slurm = environ.get(JOB_END_TIME)
+        return [f"{END_UNKNOWN}{f' (got {shown(slurm)}; allowed: unix seconds)' if slurm else ''}."]
     left = end - time.time()
     if left <= checkpoint.before_walltime:
         allowed = f"less than the {max(left, 0):,.0f} s that are left of the job"

@@ -238,7 +238,7 @@ def report(failure: Failure, job: Job) -> int:
     log = job.log_folder / f"rank-{failure.rank}.err"
     if failure.exit_code == EXIT_WRONG_INPUT:
         # A worker that was given wrong input says so itself, on the screen or in its record.
-        message = failure.error.removeprefix("InputError: ") or ("" if shown else tail(log))
+        message = re.sub(r"^(InputError|DamagedError): ", "", failure.error) or ("" if shown else tail(log))
         if message:
             say(f"wrong input, found by rank {failure.rank}:\n{message}")
         return EXIT_WRONG_INPUT

@@ -92,7 +92,8 @@ def test_list(run_folder: Path, command: Command) -> None:
 def test_list_says_what_is_damaged_without_reading_it(run_folder: Path, command: Command) -> None:
     os.truncate(step(run_folder, 10) / "__0_0.distcp", 7)
     (step(run_folder, 20) / "manifest.json").write_text("{")
-    lines = command("list", run_folder).splitlines()
+    lines = command("list", run_folder, code=1).splitlines()
+    assert command.json("list", run_folder, code=1)["checkpoints"][0]["state"] == "damaged"
     assert lines[1].endswith("damaged: __0_0.distcp: got 7 bytes".replace("got ", ""))
     assert "damaged: manifest.json: broken JSON" in lines[3]
 

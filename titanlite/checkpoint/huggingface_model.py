@@ -297,6 +297,9 @@ def _rope(config: Mapping[str, Any], path: str, problems: list[Problem]) -> tupl
     """(base or None, [model.rope_scaling]), from `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(key) or {}
+    if config.get("rope_scaling") not in (None, {}, given):
+        got, allowed = f"{shown(config['rope_scaling']):.200}", "the same as rope_parameters, or no such key"
+        problems.append(Problem(path, "rope_scaling", got, allowed, "remove the one that the model was not made with"))
     kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind == "default" and given.get("partial_rotary_factor", 1.0) == 1.0:

@@ -124,9 +124,10 @@ class Entry:
 
 def print_list(path: Path, as_json: bool) -> int:
     entries = [make_entry(folder) for folder in step_folders(path)]
+    code = EXIT_ERROR if any(entry.state == "damaged" and not entry.aside for entry in entries) else EXIT_DONE
     if as_json:
         print_json({"path": str(path), "checkpoints": [asdict(entry) for entry in entries]})
-        return EXIT_DONE
+        return code
     rows = [("step", "date", "size", "layout", "loss", "state"), *(cells(entry) for entry in entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -134,7 +135,7 @@ def print_list(path: Path, as_json: bool) -> int:
             cell.rjust(w) if i in (0, 2) else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(aligned).rstrip())
-    return EXIT_DONE
+    return code
 
 
 def make_entry(folder: Path) -> Entry:

@@ -30,6 +30,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 # Far above what anybody means, so that a slip of the keyboard is refused, not computed with.
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds, SecondsOrZero = Size, SizeOrZero  # what timers and torch's timeouts can count
 Count = Annotated[int, Field(gt=0, lt=2**16)]  # of layers, ranks
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -348,15 +349,15 @@ class CheckpointConfig(Section):
         description="With init_from, accept another model.rope_theta and model.rope_scaling than the weights were made "
         "with, for longer sequences. Gives up that the run starts with the loss that the weights had.",
     )
-    grace_seconds: Positive = Field(
+    grace_seconds: Seconds = Field(
         600, description="How long the ranks may take to save once a signal has asked for it; then they are ended."
     )
-    before_walltime: NonNegative = Field(
+    before_walltime: SecondsOrZero = Field(
         0,
         description="Seconds before the end of the job at which to save and exit with 75: more than a step, a "
         "validation and two saves take together. 0: never.",
     )
-    walltime: NonNegative = Field(
+    walltime: SecondsOrZero = Field(
         0, description="Seconds that the job may take. SLURM_JOB_END_TIME counts where Slurm sets it. 0: not known."
     )
 
@@ -378,8 +379,8 @@ class MetricsConfig(Section):
 
 
 class CommConfig(Section):
-    init_timeout_seconds: Positive = Field(300, description="Longest wait for all ranks to start.")
-    train_timeout_seconds: Positive = Field(100, description="Longest wait in one collective once training runs.")
+    init_timeout_seconds: Seconds = Field(300, description="Longest wait for all ranks to start.")
+    train_timeout_seconds: Seconds = Field(100, description="Longest wait in one collective once training runs.")
 
 
 class Config(Section):

@@ -362,6 +362,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a word for a scaling": (
         lambda f: change(f, rope_parameters=None, rope_scaling="default"), 'rope_scaling: got "default"'
     ),
+    "two scalings": (
+        lambda f: change(f, rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_scaling: got .*linear"
+    ),
     "no length": (lambda f: change(f, max_position_embeddings=None), "max_position_embeddings: got None"),
     "half a scaling": (lambda f: change(f, rope_parameters={"rope_type": "llama3", "factor": 4.0}), "rope_parameters"),
     "partial rotary": (

@@ -128,6 +128,16 @@ def test_unknown_or_malformed_override(refused: Refused, overrides: tuple[str, .
             "> 0 and < 2147483648",
             "give one within these bounds",
         ),
+        *(
+            (key, str(2**31), "2147483648 (integer)", "and < 2147483648", "give one within these bounds")
+            for key in (
+                "checkpoint.grace_seconds",
+                "checkpoint.before_walltime",
+                "checkpoint.walltime",
+                "comm.init_timeout_seconds",
+                "comm.train_timeout_seconds",
+            )
+        ),
         ("model.head_dim", "-1", "-1 (integer)", "an integer >= 0", "give one within these bounds"),
         ("parallelism.dp_shard", "-2", "-2 (integer)", "an integer >= -1", "give one within these bounds"),
         ("optimizer.lr", "nan", "nan (number)", "a number > 0", "give a finite number"),
