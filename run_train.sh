@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains what a TOML declares: ./run_train.sh [--config NAME] [--nproc N] [--max-restarts N] [--section.key VALUE ...]; --help says all.
+# Trains what a TOML declares: ./run_train.sh [--config NAME] [--nproc N] [--section.key VALUE ...]; --help says all.
 # The first call makes the Python environment; with --setup-only it does no more than that.
 set -euo pipefail
 

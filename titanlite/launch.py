@@ -32,7 +32,7 @@ from titanlite.config.load import Loaded, dump, load
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError, Problem
 from titanlite.config.validate import COMMAND_LINE
 from titanlite.files import write_atomically
-from titanlite.lifeline import JOB_END_TIME, START_TIME, job_end
+from titanlite.lifeline import END_UNKNOWN, JOB_END_TIME, START_TIME, job_end
 from titanlite.machine import ENVIRONMENT, Nodes, cores, gpu_count, raise_open_file_limit, read_integer, read_nodes
 from titanlite.supervise import Job, run_workers
 
@@ -45,6 +45,7 @@ WORKER = "titanlite.train"
 MOST_PROCESSES = 4096
 MOST_RESTARTS = 1000
 LARGE_FOR_A_CPU = 200_000_000  # parameters
+ORPHANS_SECONDS = 5.0  # in which workers end once their launcher was killed; lifeline.py looks twice a second
 
 USAGE = "run_train.sh [--config NAME] [--nproc N] [--max-restarts N] [--section.key VALUE | --section.key=VALUE ...]"
 EPILOG = """environment:
@@ -184,12 +185,12 @@ def make_plan(options: argparse.Namespace, overrides: list[str], environ: Mappin
     world = nodes.count * nproc if nproc and not problems else None
     problems += check.static_problems(loaded, world)
     problems += check.machine_problems(loaded, gpus, nproc)
-    late = walltime_warnings(loaded, environ, problems)
+    walltime_warnings = check_walltime(loaded, environ, problems)
     shown = read_shown_ranks(environ, world, problems)
     if problems:
         raise InputError(problems)
     assert nproc and world
-    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus), *late]
+    warnings = [*check.warnings(loaded, world), *large_for_a_cpu(loaded, world, gpus), *walltime_warnings]
     return Plan(loaded, nodes, nproc, gpus, shown, restarts or 0, tuple(warnings))
 
 
@@ -205,19 +206,22 @@ def large_for_a_cpu(loaded: Loaded, world: int, gpus: int) -> list[str]:
     ]
 
 
-def walltime_warnings(loaded: Loaded, environ: Mapping[str, str], problems: list[Problem]) -> list[str]:
-    """A job too short for checkpoint.before_walltime would end before its first step, and again when it is retried."""
+def check_walltime(loaded: Loaded, environ: Mapping[str, str], problems: list[Problem]) -> list[str]:
+    """Warnings. A problem is a job too short for checkpoint.before_walltime: it would end before its first step, and
+    again when it is retried."""
     checkpoint, key = loaded.config.checkpoint, "checkpoint.before_walltime"
     if not (checkpoint.enable and checkpoint.before_walltime):
         return []
     end = job_end(environ, checkpoint.walltime)
     if end is None:
-        return [f"{key}: ignored, since the job's end is not known: set checkpoint.walltime, or {JOB_END_TIME}."]
+        return [f"{END_UNKNOWN}."]
     left = end - time.time()
     if left <= checkpoint.before_walltime:
         allowed = f"less than the {max(left, 0):,.0f} s that are left of the job"
         fix = "lower it, or ask for a longer job (checkpoint.walltime without Slurm)"
         problems.append(Problem(loaded.origin(key), key, str(checkpoint.before_walltime), allowed, fix))
+    if checkpoint.walltime and end == job_end(environ, walltime=0):
+        return [f"checkpoint.walltime: ignored, since {JOB_END_TIME} is set."]
     return []
 
 
@@ -283,7 +287,8 @@ def lock_run(run_folder: Path, nodes: Nodes) -> FolderLock:
     """One job per run folder. The other nodes of a job may share its folder, so each locks a file of its own."""
     lock = lock_folder(run_folder, LAUNCHER_LOCK if nodes.is_main else f"{nodes.label}-{LAUNCHER_LOCK}")
     if nodes.is_main:
-        probe_folder(run_folder, WORKER_LOCK)  # workers that outlived their launcher
+        # Workers that outlived their launcher: they are about to notice it, and end.
+        probe_folder(run_folder, WORKER_LOCK, wait_seconds=ORPHANS_SECONDS)
     return lock
 
 

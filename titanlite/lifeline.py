@@ -24,11 +24,16 @@ LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 STOP_FILE = "TITANLITE_STOP_FILE"
 START_TIME = "TITANLITE_START_TIME"
 JOB_END_TIME = "SLURM_JOB_END_TIME"
+END_UNKNOWN = (
+    "checkpoint.before_walltime: ignored, since the job's end is not known: set checkpoint.walltime, or " + JOB_END_TIME
+)
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1})
-SAME_SIGNAL_SECONDS = 3.0  # what comes within them is one signal: schedulers signal a process, its group and its parent
+# What comes within them is one signal: timeout(1) signals a process and then its group, schedulers its parent, too.
+SAME_SIGNAL_SECONDS = 3.0
 _POLL_SECONDS = 0.5
 
-# StopRequest.reason besides the number of a signal; of several ranks' reasons the largest counts.
+# StopRequest.reason besides the number of a signal: above any of these, and exact in float32, as ranks agree on a
+# maximum of tensors. Of several ranks' reasons the largest counts.
 NO_REASON, OUT_OF_TIME, TOLD_BY_LAUNCHER = 0, 1000, 1001
 
 
@@ -39,9 +44,10 @@ def stop_signals() -> frozenset[signal.Signals]:
 
 
 class StopFile:
-    """Between a launcher and its workers: an empty file means yes. It lies in a folder of this machine's own.
+    """Between a launcher and its workers: a file that is there means yes. It lies in a folder of this machine's own.
 
-    asked: save and end.  now: end at once, for good.  saved: the workers have ended, and nothing is lost.
+    asked: save and end; also made by workers that have agreed to. now: end at once, for good; holds the reason if it is
+    a worker's. saved: the workers have ended, and nothing is lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,10 +56,10 @@ class StopFile:
         self.saved = path.with_name(f"{path.name}.saved")
 
     @staticmethod
-    def create(path: Path) -> None:
+    def create(path: Path, text: str = "") -> None:
         """Raises OSError."""
         path.parent.mkdir(mode=0o700, exist_ok=True)  # what lies in /tmp for weeks may have been cleaned away
-        path.touch()
+        path.write_text(text)
 
 
 class StopRequest:
@@ -76,6 +82,13 @@ class StopRequest:
         if self._noted == NO_REASON and self.deadline is not None and time.time() >= self.deadline:
             self.note(OUT_OF_TIME)
         return self._noted
+
+    def tell_agreed(self) -> None:
+        """Tell the launcher, if there is one, that all ranks save and end now: whatever becomes of that, it is not to
+        start them again."""
+        if self._file is not None:
+            with suppress(OSError):  # to save matters more
+                StopFile.create(self._file.asked)
 
     def tell_saved(self) -> None:
         """Tell the launcher, if there is one, that this process ends early and has lost nothing. Raises OSError."""
@@ -106,6 +119,8 @@ def watch_launcher_and_signals() -> StopRequest:
     """
     signals = stop_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # Forks only: a program that is started here (subprocess) inherits the mask, and these signals do not end it. It ends
+    # by itself, at the end of its input, or with the session.
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals))
     pid, path = os.environ.get(LAUNCHER_PID, ""), os.environ.get(STOP_FILE, "")
     launcher = int(pid) if pid.isdigit() else None
@@ -137,9 +152,11 @@ def die_with_parent() -> None:
 @contextmanager
 def no_interrupts_inherited() -> Iterator[None]:
     """Ctrl-C reaches all processes of a terminal. Those started here hold it back for good: their parent ends them."""
-    resource_tracker.ensure_running()  # the first process's start would start it, which changes the signal mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        # The first process's start would start it, and that unblocks INT and TERM (seen on Python 3.11).
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before | {signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -164,10 +181,11 @@ def _watch(
             continue
         first = time.monotonic() if first is None else first
         if time.monotonic() - first > SAME_SIGNAL_SECONDS:
-            print(f"ended by a second signal, {signal.Signals(signum).name}", file=sys.stderr, flush=True)
+            why = f"rank {os.environ.get('RANK', '0')} was ended by a second signal, {signal.Signals(signum).name}"
+            print(why, file=sys.stderr, flush=True)
             if file is not None:
                 with suppress(OSError):
-                    StopFile.create(file.now)
+                    StopFile.create(file.now, why)
             os._exit(1)
         request.note(signum)
     _end()
@@ -203,7 +221,6 @@ def _die_of_sigterm() -> None:
     """As if it had not been held back, for those who look at how this process ended."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # still here: it is deaf to it
 
 
 def _end() -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.command_line import say
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_WRONG_INPUT
-from titanlite.lifeline import LAUNCHER_PID, STOP_FILE, StopFile, stop_signals
+from titanlite.lifeline import LAUNCHER_PID, SAME_SIGNAL_SECONDS, STOP_FILE, StopFile, stop_signals
 from titanlite.machine import Nodes
 from titanlite.parallel.heartbeat import NOTE, is_consequence
 
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 # Checked by the workers' runtime against the WORLD_SIZE they are given.
 WORLD_SIZE = "TITANLITE_WORLD_SIZE"
-SHUTDOWN_SECONDS = 10  # from SIGTERM to SIGKILL
-SECOND_SIGNAL_SECONDS = 1.0  # a second one is not what, like timeout(1), signals a process and then its group
+SHUTDOWN_SECONDS = 10  # from SIGTERM to SIGKILL; after a failure torch's agent takes 30 (seen on torch 2.13.0)
 TAIL_LINES = 20
 
 
@@ -79,8 +78,8 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Before the workers start, a signal just ends this process. Once they run, the first one asks them to save and
-    end; a second one, or the end of the grace, raises Stopped, once: a third Ctrl-C must not leave workers behind.
+    """While no worker runs, a signal just ends this process. While they run, the first one asks them to save and end; a
+    second one, or the end of the grace, raises Stopped, once: a third Ctrl-C must not leave workers behind.
 
     first: the name of the first signal, "" as long as there is none.
     """
@@ -91,10 +90,12 @@ class StopSignals:
         self._received = 0.0
         self._stopped = False
         self._signals = stop_signals()
-        self._mask: set[int] | None = None
+        self._mask: set[int] | None = None  # this thread's, while it is not in force
+        self._receiver = threading.Thread(target=threading.Event().wait, name="signals", daemon=True)
 
     @contextmanager
     def default_until_workers_start(self) -> Iterator[None]:
+        """Around one attempt of the workers."""
         before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in (*self._signals, signal.SIGALRM)}
         try:
             yield
@@ -106,27 +107,30 @@ class StopSignals:
                 signal.signal(signum, signal.SIG_IGN if self.first else handler)
             if self._mask is not None:
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+                self._mask = None
 
     def workers_start(self) -> None:
         """From here on this thread holds the signals back, and so do the workers from their first instruction on, as
         they inherit that. Another thread receives them; Python runs their handlers in this one all the same."""
         if self._mask is not None:
             return
+        self._stopped = False
         for signum in self._signals:
             signal.signal(signum, self._receive)
         signal.signal(signal.SIGALRM, self._run_out)
-        threading.Thread(target=threading.Event().wait, name="signals", daemon=True).start()
+        if not self._receiver.is_alive():
+            self._receiver.start()
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(signum).name, time.monotonic()
         if self.first:
-            if now - self._received > SECOND_SIGNAL_SECONDS:
+            if now - self._received > SAME_SIGNAL_SECONDS:
                 self._stop(f"stopped by a second signal, {name}")
             return
         self.first, self._received = name, now
         if not self._job.saves:
-            self._stop(f"stopped by {name}; nothing is saved, as checkpoint.enable is false")
+            self._stop(f"stopped by {name}; nothing is saved, as checkpoint.enable is false: turn it on")
             return
         try:
             StopFile.create(self._file.asked)
@@ -139,7 +143,7 @@ class StopSignals:
 
     def _run_out(self, signum: int, frame: FrameType | None) -> None:
         grace = self._job.grace_seconds
-        self._stop(f"{self.first}: the workers have not saved and ended within {grace} s (checkpoint.grace_seconds)")
+        self._stop(f"{self.first}: the workers have not saved within {grace} s; raise checkpoint.grace_seconds")
 
     def _stop(self, why: str) -> None:
         if self._stopped:
@@ -189,8 +193,8 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=key)
 
 
-# A restart would end in the same way, or was not asked for.
-_FINAL = re.compile(r"InputError|NonFiniteError|NotSavedError")
+# A restart would end in the same way, or was not asked for. On a node that has no such rank another's end follows.
+_FINAL = re.compile(r"(PeerFailedError: .*? failed: )?(InputError|NonFiniteError|NotSavedError):")
 
 
 def is_final(failures: Sequence[Failure]) -> bool:
@@ -208,7 +212,7 @@ def read_failure(rank: int, process: ProcessFailure) -> Failure:
             when = path.stat().st_mtime
             if isinstance(message, dict):
                 error = str(message.get("message", ""))
-                traceback = str(message.get("extraInfo", {}).get("py_callstack", "")).removeprefix("NoneType: None\n")
+                traceback = str(message.get("extraInfo", {}).get("py_callstack", ""))
             else:
                 error = str(message)
         except (OSError, ValueError, KeyError):
@@ -238,8 +242,6 @@ def report(failure: Failure, job: Job) -> int:
         if message:
             say(f"wrong input, found by rank {failure.rank}:\n{message}")
         return EXIT_WRONG_INPUT
-    if failure.exit_code == EXIT_PREEMPTED:
-        return EXIT_PREEMPTED
 
     where = f"rank {failure.rank} (process {failure.pid})"
     output = "" if shown else tail(log)
@@ -265,35 +267,6 @@ def report(failure: Failure, job: Job) -> int:
 
 
 # --- the agent ---
-
-
-def end_stuck_workers(job: Job, over: threading.Event) -> None:
-    """Waits until a worker has recorded an error, and SHUTDOWN_SECONDS later kills those of this node that are left.
-
-    The agent waits 30 s for them after a failure, whatever shutdown_timeout says: that holds only when the agent itself
-    is asked to end (seen on torch 2.13.0). A worker that is stopped sees its SIGTERM once it is continued.
-    over: set when the agent has ended the workers.
-    """
-    while not any(job.log_folder.glob("rank-*.error.json")):
-        if over.wait(0.5):
-            return
-    for seconds, signum in ((1.0, signal.SIGCONT), (SHUTDOWN_SECONDS - 1.0, signal.SIGKILL)):
-        if over.wait(seconds):
-            return
-        for pid in _session_leaders_of(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signum)
-
-
-def _session_leaders_of(parent: int) -> set[int]:
-    """The children of a process that lead a session, as workers do; none where there is no /proc."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            _, ppid, _, session, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(ppid) == parent and session == stat.parent.name:
-                found.add(int(session))
-    return found
 
 
 def make_logs_specs(job: Job, signals: StopSignals) -> LogsSpecs:
@@ -355,13 +328,15 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
             os.environ.update({**environment, **own})
             signals = StopSignals(job, file)
             meeting_point = hold_meeting_point(job)  # noqa: F841 - lives as long as this function
-            with signals.default_until_workers_start():
-                while failures := run_agent(job, signals, module, arguments):
-                    code = report(root_cause(failures), job)
-                    if job.attempt == job.max_restarts or signals.first or file.now.exists() or is_final(failures):
-                        return code
-                    job = job.again()
-                    say(f"restart {job.attempt} of {job.max_restarts}")
+            while failures := run_agent(job, signals, module, arguments):
+                if file.now.exists():
+                    raise Stopped(file.now.read_text() or "stopped")
+                code = report(root_cause(failures), job)
+                if job.attempt == job.max_restarts or file.asked.exists() or is_final(failures):
+                    return code
+                job = job.again()
+                file.saved.unlink(missing_ok=True)  # by a rank that had ended before another one failed
+                say(f"restart {job.attempt} of {job.max_restarts}")
             if not file.saved.exists():
                 return EXIT_DONE
             say("stopped and saved: the same command goes on from there")
@@ -387,7 +362,7 @@ def hold_meeting_point(job: Job) -> Any:
 
 
 def run_agent(job: Job, signals: StopSignals, module: str, arguments: Sequence[str]) -> list[Failure]:
-    """Runs the workers once; returns those that have failed, in the order of discovery."""
+    """Runs the workers once; returns those that have failed, in the order of discovery. Raises Stopped."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -409,14 +384,11 @@ def run_agent(job: Job, signals: StopSignals, module: str, arguments: Sequence[s
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # shutdown_timeout is younger than torch 2.11
     config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
-    over = threading.Event()
-    threading.Thread(target=end_stuck_workers, args=(job, over), daemon=True).start()
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-    except ChildFailedError as error:
-        return [read_failure(rank, process) for rank, process in error.failures.items()]
-    finally:
-        over.set()
+    with signals.default_until_workers_start():
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        except ChildFailedError as error:
+            return [read_failure(rank, process) for rank, process in error.failures.items()]
     return []
 
 

@@ -12,19 +12,19 @@ import traceback
 from collections.abc import Sequence
 
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, EXIT_WRONG_INPUT, InputError
-from titanlite.lifeline import job_end, watch_launcher_and_signals
+from titanlite.lifeline import END_UNKNOWN, has_launcher, job_end, watch_launcher_and_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     name, *overrides = sys.argv[1:] if argv is None else argv
     stop = watch_launcher_and_signals()
-    # Only now: these take seconds to load, and start threads.
-    from titanlite.config.check import static_problems
-    from titanlite.config.load import load
-    from titanlite.parallel import runtime
-    from titanlite.trainer import Trainer
-
     try:
+        # Only now: these take seconds to load, and start threads.
+        from titanlite.config.check import static_problems
+        from titanlite.config.load import load
+        from titanlite.parallel import runtime
+        from titanlite.trainer import Trainer
+
         loaded = load(name, overrides)
         config = loaded.config
         ranks = runtime.start(config.comm, config.run, config.parallelism)
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_main and config.checkpoint.enable and config.checkpoint.before_walltime:  # one clock for all
             end = job_end(os.environ, config.checkpoint.walltime)
             stop.deadline = None if end is None else end - config.checkpoint.before_walltime
+            if end is None and not has_launcher():  # which has said so
+                print(f"warning: {END_UNKNOWN}", file=sys.stderr, flush=True)
         with ranks.watched(give_up):
             trainer = Trainer(config, ranks, stop)
             trainer.train()

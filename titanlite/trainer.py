@@ -223,6 +223,7 @@ class Trainer:
                 self._load_weights(init_from)
             return
         assert self.checkpoints is not None
+        self.ranks.doing(f"loading {self.resume_path}")
         tables: dict[str, tuple[int, int]] = {}  # by key, as in _tensors
         for fqn, rows in self.config.model.padded_tables.items():
             keys = (f"model.{fqn}", f"optimizer.{fqn}.exp_avg", f"optimizer.{fqn}.exp_avg_sq")
@@ -235,6 +236,7 @@ class Trainer:
 
     def _load_weights(self, path: str) -> None:
         """Also with checkpoint.enable = false, which turns off saving and resuming."""
+        self.ranks.doing(f"loading the weights of {path}")
         weights = load_weights(
             Path(path),
             self.config.model,
@@ -393,7 +395,13 @@ class Trainer:
 
     def _agree_to_stop(self) -> None:
         """Where the host waits for the device anyway: at the start, and after what may have taken minutes."""
-        self._stop_reason = max(self._stop_reason, int(self.ranks.max_over_world(self._stop_wish()).item()))
+        self._agreed_to_stop(int(self.ranks.max_over_world(self._stop_wish()).item()))
+
+    def _agreed_to_stop(self, reason: int) -> None:
+        """reason: one that all ranks have; the first that there is counts."""
+        if reason != NO_REASON and self._stop_reason == NO_REASON:
+            self._stop_reason = reason
+            self._stop_request.tell_agreed()
 
     # ---- validation --------------------------------------------------------------------------------------------
 
@@ -447,7 +455,7 @@ class Trainer:
         """Reads a launched step's numbers, stops all ranks if they are not finite, logs them when it is time."""
         loss, norm, not_finite, stop, *others = done.scalars.get()
         step = done.state.step
-        self._stop_reason = max(self._stop_reason, int(stop))
+        self._agreed_to_stop(int(stop))
         if not_finite:
             if self.checkpoints is not None:
                 self.checkpoints.finish()

@@ -1,14 +1,16 @@
 """The training worker with one fault: FAULT="RANK:WHEN:WHAT" happens to that rank.
 
 WHEN: step (the fifth), validation (the second), save (the second, in the thread that writes it).
-WHAT: stop, loop, oom, kill, raise.
+WHAT: stop, loop, oom.
 Run as the launcher: `python -m tests.cli.faulty_worker --config …`.
 """
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -16,17 +18,18 @@ def fail(what: str) -> None:
     import torch
 
     match what:
-        case "stop":
+        case "stop":  # until another rank has said so: the agent's SIGTERM then ends it, instead of a SIGKILL in 30 s
+            record = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("rank-0.error.json")
+            script = (
+                f"for i in $(seq 200); do sleep 0.3; [ -e {record} ] && break; done; sleep 1; kill -CONT {os.getpid()}"
+            )
+            subprocess.Popen(["sh", "-c", script])
             os.kill(os.getpid(), signal.SIGSTOP)
         case "loop":
             while True:
                 pass
         case "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "raise":
-            raise KeyError("no such thing")
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """A worker that does what STUB says, rank by rank: "0:done 1:raise", attempt by attempt: "1:raise / 1:done". Starts in
 a tenth of a second, without torch."""
 
+import ctypes
 import json
 import os
 import signal
@@ -63,9 +64,9 @@ def act(what: str, request: StopRequest) -> int:
         case "kill":
             sign_of_end(RANK).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        case "stubborn":  # deaf to SIGTERM
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            wait()
+        case "stubborn":  # its main thread runs no Python
+            say_where()
+            ctypes.CDLL(None).sleep(300)
         case "hang":
             wait()
         case "save":  # what a request is answered by, after a moment
@@ -84,8 +85,12 @@ def sign_of_end(rank: int) -> Path:
     return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(f"rank-{rank}.error.gone")
 
 
-def wait(until: StopRequest | None = None) -> None:
+def say_where() -> None:
     Path(os.environ["STUB_FOLDER"], f"pid-{RANK}").write_text(str(os.getpid()))
+
+
+def wait(until: StopRequest | None = None) -> None:
+    say_where()
     end = time.monotonic() + 300
     while time.monotonic() < end and not (until and until.reason):
         time.sleep(0.05)

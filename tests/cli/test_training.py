@@ -18,32 +18,6 @@ import pytest
 
 from scripts.draw_layouts import descendants
 from tests.cli.processes import LAUNCH, ROOT, TITANLITE, assert_refused, environment, run
-from tests.harness.training import merge
-from tests.parity.harness import data_section, make_text
-from tests.parity.layouts import BASE
-from titanlite.config.load import dump
-from titanlite.config.schema import Config
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("training") / "text")
-
-
-@pytest.fixture
-def config(text: Path, tmp_path: Path) -> Path:
-    """A file that trains in seconds, into tmp_path/out."""
-    here = {
-        "run": {"output_dir": str(tmp_path / "out")},
-        "tokenizer": {"path": str(text / "tokenizer.model")},
-        "data": data_section(text),
-        "training": {"local_batch_size": 12},
-        "checkpoint": {"enable": True, "interval": 4},
-        "metrics": {"enable_tensorboard": True},
-    }
-    path = tmp_path / "tiny.toml"
-    path.write_text(dump(Config.model_validate(merge(BASE, here))))
-    return path
 
 
 def train(config: Path, *options: str, **env: Any) -> subprocess.CompletedProcess[str]:
@@ -133,10 +107,11 @@ def rows_so_far(folder: Path) -> list[str]:
 LONG = ("--training.steps", "300", "--validation.enable", "false", "--checkpoint.interval", "7")
 
 
-@pytest.mark.parametrize("layout", [("--parallelism.dp_shard", "2"), ("--parallelism.dp_replicate", "2")])
 def test_sigkill_to_all_and_resume_is_bitwise(
-    layout: tuple[str, ...], config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
+    """Under DDP; test_fault_campaign.py does it under FSDP."""
+    layout = ("--parallelism.dp_replicate", "2")
     ended = ("--training.steps", "60", *LONG[2:], *layout)
     folder = tmp_path / "out/killed"
     for reached in (12, 30):  # twice in a row
@@ -159,17 +134,6 @@ def test_a_second_job_in_the_folder_is_refused(
     wait_for_step(tmp_path / "out/tiny", 2, first)
     assert_refused(train(config), "a second job for this run folder", "--run.name")
     assert first.poll() is None, "the first job goes on"
-
-
-def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
-    process = start(config, started, *LONG)
-    wait_for_step(tmp_path / "out/tiny", 8, process)
-    workers = [pid for pid in descendants(process.pid) if pid != process.pid]
-    os.kill(workers[-1], signal.SIGKILL)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "SIGKILL" in message and message.count("Traceback") <= 1, message
-    assert (tmp_path / "out/tiny/checkpoints/step-00000007/manifest.json").exists()
 
 
 def test_epochs_end_the_run_with_a_checkpoint(config: Path, tmp_path: Path) -> None:

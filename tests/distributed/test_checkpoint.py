@@ -1,5 +1,6 @@
 """Checkpoints of real worlds: any layout to any other, one rank that fails, one that dies, saves under training."""
 
+import errno
 import os
 import signal
 import time
@@ -366,3 +367,26 @@ def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path: Path) -> None:
     assert sorted(other_read) == [f"step-0000000{step}/__1_0.distcp" for step in (1, 2)]
     assert any("DAMAGED" in line and "__1_0.distcp" in line for line in said) and not silent
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.damaged-1"]
+
+
+def find_what_may_not_be_read(folder: Path) -> str:
+    def denied(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    manager = make_manager(folder)
+    if dist.get_rank() == 1:
+        setattr(storage, "of_file", denied)  # noqa: B010
+    with pytest.raises(InputError) as error:
+        manager.find_resume()
+    assert not isinstance(error.value, storage.DamagedError)
+    return str(error.value)
+
+
+def test_what_one_rank_may_not_read_stops_all_and_is_no_damage(tmp_path: Path) -> None:
+    run_distributed(save_twice, 2, tmp_path)
+    path = tmp_path / "step-00000002/__0_0.distcp"  # beside it one that is damaged
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    messages = run_distributed(find_what_may_not_be_read, 2, tmp_path)
+    assert messages[0] == messages[1] and "__1_0.distcp: got Permission denied" in messages[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.config.load import load
 from titanlite.config.problems import Problem
-from titanlite.launch import large_for_a_cpu, process_count, walltime_warnings
+from titanlite.launch import check_walltime, large_for_a_cpu, process_count
 from titanlite.lifeline import JOB_END_TIME, START_TIME, job_end
 from titanlite.machine import Nodes
 
@@ -63,6 +63,7 @@ def test_the_end_of_the_job() -> None:
         (["--checkpoint.before_walltime", "300"], None, True, False),
         (["--checkpoint.before_walltime", "300", "--checkpoint.walltime", "400"], None, False, False),
         (["--checkpoint.before_walltime", "300", "--checkpoint.walltime", "300"], None, False, True),
+        (["--checkpoint.before_walltime", "300", "--checkpoint.walltime", "400"], 500, True, False),
         (["--checkpoint.before_walltime", "300", "--checkpoint.enable=false"], 200, False, False),
         ([], 200, False, False),
     ],
@@ -70,6 +71,6 @@ def test_the_end_of_the_job() -> None:
 def test_saving_before_the_end_of_the_job(options: list[str], ends_in: int | None, warned: bool, refused: bool) -> None:
     environ = {START_TIME: str(time.time())} | ({JOB_END_TIME: str(int(time.time()) + ends_in)} if ends_in else {})
     problems: list[Problem] = []
-    warnings = walltime_warnings(load("llama_debug", options), environ, problems)
+    warnings = check_walltime(load("llama_debug", options), environ, problems)
     assert [("walltime" in text) for text in warnings] == [True] * warned
     assert [(problem.key, problem.got) for problem in problems] == [("checkpoint.before_walltime", "300")] * refused

@@ -63,7 +63,6 @@ def test_report_of_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_exit_codes_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = Job(Nodes(), 2, frozenset({0}), tmp_path, 10)
-    assert report(Failure(0, 75, 10, 1.0), job) == 75
     assert report(Failure(0, 2, 10, 1.0), job) == 2
     assert capsys.readouterr().err == ""  # rank 0 is on the screen: it has said so
     (tmp_path / "rank-1.err").write_text("data.sources: nowhere\n")

@@ -51,12 +51,29 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def agree(channel: ObjectChannel, doing: str, work: Callable[[], T]) -> T:
-    """Do `work` on every rank, and return its value; if it failed anywhere, all ranks raise one CheckpointError."""
-    value, failure = attempt(work)
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text]
+    """Do `work` on every rank, and return its value. If it failed anywhere, all ranks raise the same.
+
+    That is one CheckpointError; or, if nothing but input was found wrong, an InputError with the problems of all ranks
+    (a DamagedError, if no rank raised another kind).
+    """
+    value: T | None = None
+    failure: str | None = None
+    wrong: InputError | None = None
+    try:
+        value = work()
+    except InputError as error:
+        wrong = error
+    except Exception as error:
+        failure = describe(error)
+    everyone = channel.all_gather((failure, type(wrong), wrong.problems if wrong else ()))
+    failures = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(everyone) if text]
     if failures:
         more = f" (and {len(failures) - 3} more ranks)" if len(failures) > 3 else ""
         raise CheckpointError(f"{doing} failed: {'; '.join(failures[:3])}{more}")
+    problems = [problem for _, _, found in everyone for problem in found]
+    if problems:
+        damaged = all(kind is DamagedError for _, kind, found in everyone if found)
+        raise (DamagedError if damaged else InputError)(problems)
     return cast(T, value)
 
 

@@ -87,10 +87,10 @@ def lock_folder(run_folder: str | Path, name: str, wait_seconds: float = 0.0) ->
     return FolderLock(path, file)
 
 
-def probe_folder(run_folder: str | Path, name: str) -> None:
-    """Raise the InputError of `lock_folder` if somebody holds the lock now; takes nothing, makes no folder."""
+def probe_folder(run_folder: str | Path, name: str, wait_seconds: float = 0.0) -> None:
+    """Raise the InputError of `lock_folder` if somebody holds the lock; takes nothing, makes no folder."""
     if (Path(run_folder) / name).exists():
-        lock_folder(run_folder, name).release()
+        lock_folder(run_folder, name, wait_seconds).release()
 
 
 # A forked child shares its parent's open files, and so would keep a dead parent's lock alive (a loader process

@@ -101,15 +101,20 @@ class CheckpointManager:
             self._check_shared()
 
     def _check_shared(self) -> None:
-        """Raises CheckpointError, on all ranks, if they do not all see and write the same folder: better at the start
-        than at the first save."""
+        """Raises, on all ranks, CheckpointError if they do not all see and write the same folder, and InputError if it
+        cannot be written at all: better at the start than at the first save."""
 
         def make() -> str:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob(".shared-*"):  # of a start that was killed
-                old.unlink(missing_ok=True)
             token = self.folder / f".shared-{uuid.uuid4().hex}"
-            token.touch()
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in self.folder.glob(".shared-*"):  # of a start that was killed
+                    old.unlink(missing_ok=True)
+                token.touch()
+            except OSError as error:
+                fix = "choose one with --run.output_dir, or see to it that this one can be written"
+                got = error.strerror or str(error)
+                raise InputError(Problem("", str(self.folder), got, "a folder that can be written", fix)) from error
             return token.name
 
         token = self.folder / dcp.on_main(self._channel, make)

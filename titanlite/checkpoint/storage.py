@@ -192,11 +192,26 @@ def share(names: Iterable[str], rank: int, size: int) -> list[str]:
 
 
 def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises DamagedError that names every file which is missing or has not the size that the manifest states."""
-    found = (wrong_with(folder, name, record._replace(checksum=None)) for name, record in records(manifest).items())
-    problems = [problem for problem in found if problem]
-    if problems:
-        raise DamagedError(problems)
+    """check_files, of all files of the manifest and without reading them."""
+    check_files(folder, {name: record._replace(checksum=None) for name, record in records(manifest).items()})
+
+
+def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raises DamagedError that names every file which is not what was written; InputError if some may not be read."""
+    damaged: list[Problem] = []
+    forbidden: list[Problem] = []
+    for name, expected in files.items():
+        try:
+            problem = wrong_with(folder, name, expected)
+        except PermissionError as error:
+            got = error.strerror or str(error)
+            forbidden.append(_bad(folder, name, got, "a readable file", "give its user the permission to read it"))
+        else:
+            damaged += [problem] if problem else []
+    if forbidden:
+        raise InputError(forbidden)  # no damage: nothing is to be renamed, and nothing older taken instead
+    if damaged:
+        raise DamagedError(damaged)
 
 
 def wrong_with(folder: Path, name: str, expected: FileRecord) -> Problem | None:
@@ -229,11 +244,13 @@ def prepare_folder(checkpoints: Path, step: int) -> str:
     """Make an empty step folder, and say what happened to an earlier one of its name ("" if there was none).
 
     Left-overs of an unfinished save are removed. A committed checkpoint of this step, which a run has come to again
-    after it was resumed from an earlier one, is set aside and never deleted.
+    after it was resumed from an earlier one, is set aside and never deleted; so is what is no folder, a link above all.
     """
     folder = step_folder(checkpoints, step)
     said = ""
-    if (folder / MANIFEST).exists():
+    if folder.is_symlink() or folder.is_file():
+        said = set_aside(folder, SUPERSEDED)
+    elif (folder / MANIFEST).exists():
         try:
             read_manifest(folder)
             said = set_aside(folder, SUPERSEDED)

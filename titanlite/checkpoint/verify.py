@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from titanlite.checkpoint import dcp, storage
 from titanlite.checkpoint.checksum import FileRecord
-from titanlite.checkpoint.storage import DamagedError
-from titanlite.config.problems import Problem
 
 if TYPE_CHECKING:
     from titanlite.parallel.runtime import ObjectChannel
@@ -20,20 +18,16 @@ def verify(folder: Path, files: Mapping[str, FileRecord], channel: ObjectChannel
     """Read the files of a committed checkpoint, each rank its share; returns what there is to say. Collective.
 
     files: as its manifest says, on all ranks alike. Raises DamagedError, on all ranks, that names all bad files;
-    CheckpointError if a rank does not see them or cannot read them.
+    InputError if some may not be read; CheckpointError if a rank does not see them, or reading fails.
     """
     start = time.perf_counter()
 
-    def read() -> list[Problem]:
+    def read() -> None:
         mine = {name: files[name] for name in storage.share(files, channel.rank, channel.size)}
         storage.wait_for_files(folder, {name: record.bytes for name, record in mine.items()})
-        found = [storage.wrong_with(folder, name, record) for name, record in mine.items()]
-        return [problem for problem in found if problem]
+        storage.check_files(folder, mine)
 
-    found = dcp.agree(channel, f"reading {folder}", read)
-    problems = [problem for part in channel.all_gather(found) for problem in part]
-    if problems:
-        raise DamagedError(problems)
+    dcp.agree(channel, f"reading {folder}", read)
     without = sum(record.checksum is None for record in files.values())
     if without:
         return f"warning: {folder} has no checksums of {without} files: only their sizes were compared"

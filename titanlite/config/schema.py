@@ -354,7 +354,7 @@ class CheckpointConfig(Section):
     before_walltime: NonNegative = Field(
         0,
         description="Seconds before the end of the job at which to save and exit with 75: more than a step, a "
-        "validation and a save take together. 0: never.",
+        "validation and two saves take together. 0: never.",
     )
     walltime: NonNegative = Field(
         0, description="Seconds that the job may take. SLURM_JOB_END_TIME counts where Slurm sets it. 0: not known."

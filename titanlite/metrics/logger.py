@@ -2,10 +2,14 @@
 
 A resumed run continues all three: JSONL rows after the step it resumed from are dropped, TensorBoard is told to forget
 its events after that step.
+
+A disk that is full does not end a run here, since its next save may find room: rows that cannot be written are kept and
+written later, in order, and this is said; TensorBoard, which has no such memory, ends for this start, and this is said.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -74,7 +78,8 @@ class MetricsLogger:
         self._total_steps = total_steps
         self._last_step = resumed_step if resumed_step > 0 else -1
         self._eta_from = (resumed_step, time.perf_counter())
-        self._jsonl: IO[str] | None = None
+        self._jsonl: IO[bytes] | None = None
+        self._unwritten = b""  # what could not be written yet, to the byte
         self._writer: Any = None
         if not main:
             return
@@ -85,7 +90,7 @@ class MetricsLogger:
         aside = keep_rows(run_folder / JSONL, resumed_step)
         if aside is not None:
             self.message(f"this run starts anew: the metrics of an earlier one are now in {aside}")
-        self._jsonl = open(run_folder / JSONL, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._jsonl = open(run_folder / JSONL, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
@@ -100,32 +105,69 @@ class MetricsLogger:
         """
         if not self._main:
             return
-        assert self._jsonl is not None
         step = int(row["step"])
         assert step > self._last_step, f"a row of step {step} after one of step {self._last_step}: merge them into one"
         self._last_step = step
         row = {"step": step, "time": time.time(), **row}
-        self._jsonl.write(json.dumps({key: _json_number(value) for key, value in row.items()}, allow_nan=False) + "\n")
-        self._jsonl.flush()
+        self._write(json.dumps({key: _json_number(value) for key, value in row.items()}, allow_nan=False).encode())
         if self._writer is not None:
-            for key, value in row.items():
-                if key not in ("step", "time"):
-                    self._writer.add_scalar(_SCALARS.get(key, f"other/{key}"), value, step, row["time"])
-            self._writer.flush()  # a killed run keeps the events of the steps it has a checkpoint of
-        self._console.print(self._line(row))
+            try:
+                self._write_events(row)
+            except OSError as error:
+                self._writer = None  # its thread has ended, and what was queued is gone
+                self.message(f"warning: no more TensorBoard events until the next start: {error}")
+        self._print(self._line(row))
 
     def message(self, text: str) -> None:
         """A line for people, on the main rank's console only."""
         if self._main:
-            self._console.print(Text(text))
+            self._print(Text(text))
 
     def close(self) -> None:
         if self._jsonl is not None:
+            if self._unwritten:
+                self._write()
+            if self._unwritten:
+                self.message(f"warning: {JSONL} lacks the last rows, {self._unwritten.count(10)} of them")
             self._jsonl.close()
         if self._writer is not None:
             self._writer.close()
         self._jsonl = self._writer = None
         self._main = False
+
+    def _write(self, line: bytes = b"") -> None:
+        """A row to the JSONL file, after those that it had no room for."""
+        assert self._jsonl is not None
+        waiting = bool(self._unwritten)
+        self._unwritten += line + b"\n" if line else b""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._jsonl.write(self._unwritten) :]
+        except OSError as error:
+            if not waiting:
+                self.message(
+                    f"warning: {self._jsonl.name} cannot be written: {error}. Its rows stay in memory until it can, "
+                    "and are lost if the run ends before"
+                )
+        else:
+            if waiting:
+                self.message(f"{self._jsonl.name} can be written again: no row is missing")
+
+    def _write_events(self, row: Row) -> None:
+        for key, value in row.items():
+            if key not in ("step", "time"):
+                self._writer.add_scalar(_SCALARS.get(key, f"other/{key}"), value, row["step"], row["time"])
+        self._writer.flush()  # a killed run keeps the events of the steps it has a checkpoint of
+
+    def _print(self, text: Text) -> None:
+        with self._console.capture() as shown:  # else rich would keep what it could not print, and try it all again
+            self._console.print(text)
+        try:
+            self._console.file.write(shown.get())
+            self._console.file.flush()
+        except OSError as error:  # standard output may be a file on the same disk; the figures are in the JSONL file
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def _line(self, row: Row) -> Text:
         width = len(str(self._total_steps))

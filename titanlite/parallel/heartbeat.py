@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 # How an error begins that a collective or the store raises when another rank has ended ("TypeName: message") ...
 _LOST_CONNECTION = re.compile(
-    r"(DistNetworkError|DistStoreError):|(RuntimeError|DistBackendError): .*(connection (was )?(closed|reset|refused"
-    r"|aborted)|broken pipe|recvValue failed|sendBytes failed|remote process exited|ncclRemoteError)",
+    r"(DistNetworkError|DistStoreError):|(RuntimeError|DistBackendError): (?!Caught \w+ in DataLoader).*(connection "
+    r"(was )?(closed|reset|refused|aborted)|broken pipe|recvValue failed|sendBytes failed|remote process exited"
+    r"|ncclRemoteError|communicator was aborted)",
     re.IGNORECASE | re.DOTALL,
 )
 # ... and when one has not come.
@@ -35,8 +36,11 @@ _TIMED_OUT = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # A rank is gone after this share of the timeout: before NCCL, at the whole of it, ends the ranks that wait.
-_SHARE = 0.8
+_SHARE_OF_TIMEOUT = 0.8
+_PATIENCE = 2.0  # seconds, and two beats, for what other ranks have to tell
+_ENOUGH = 5.0  # seconds for a few requests, of which some may be on the way
 _NAMED = 8  # ranks in a message
+_LONGEST_CAUSE = 2000  # characters of an error that is told to all ranks
 # Appended to the name of a rank's error record: whom it waits for, of use if it is ended without a word of its own.
 NOTE = ".waits"
 
@@ -69,13 +73,14 @@ class Heartbeat:
         store:   a client of its own: one that is shared waits while another thread waits for a key.
         timeout: that of a collective, in seconds. The next rank is gone when it was silent for most of it, counted in
                  this rank's own beats: a job that was suspended as a whole, or a machine that was, was not silent.
-        end:     told a LostRankError, from the thread: hands it over and ends the process. The main thread may be in
-                 a collective that nothing interrupts.
+        end:     told a LostRankError or PeerFailedError, from the thread: hands it over and ends the process. The main
+                 thread may be in a collective that nothing interrupts.
         """
         self._doing: str | None = "its start"  # None: done, and silent from now on
         self._moves = 0
         record = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self._note = Path(record + NOTE) if record else None
+        self._noted = False
         self.timeout = timeout
         self._store = store
         self._rank = rank
@@ -84,7 +89,9 @@ class Heartbeat:
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
         self._count = 0
         self._over = threading.Event()
-        self._ending = threading.Lock()  # taken for good by the thread that ends the process
+        # Taken for good by the thread that ends the process. The other one waits for that end: an error of its own that
+        # it recorded meanwhile would be a second cause.
+        self._ending = threading.Lock()
 
     @property
     def _interval(self) -> float:
@@ -95,6 +102,7 @@ class Heartbeat:
     def running(self) -> Iterator[None]:
         """Beat and watch while the body runs. An error that another rank is to blame for is replaced; see `explain`."""
         self._beat()
+        self._store.append("told", "")  # type: ignore[attr-defined]  # get waits for a key that is not there
         thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         thread.start()
         try:
@@ -105,8 +113,8 @@ class Heartbeat:
                 raise
             raise told.with_traceback(error.__traceback__) from None  # one traceback, of where it waited
         self._over.set()
-        thread.join(5.0)
-        _within(5.0, self._say_done)
+        thread.join(_ENOUGH)
+        _within(_ENOUGH, self._say_done)
 
     def doing(self, what: str) -> None:
         """What this rank does from now on: "step 12". All ranks say the same, in the same order."""
@@ -119,29 +127,43 @@ class Heartbeat:
         """A store that does not answer at all blocks this thread: nothing is known then, and nothing is done."""
         peer = (self._rank + 1) % self._world_size
         last: dict[str, Any] | None = None
-        moves, silent, still = -1, 0.0, 0.0
+        moves, silent, still, failed = -1, 0.0, 0.0, 0.0
         while not self._over.wait(self._interval):
-            seen, problem = last, ""
+            limit = _SHARE_OF_TIMEOUT * self.timeout
+            still = 0.0 if self._moves != moves else still + self._interval
+            moves = self._moves
+            seen, problem, cause = last, "", None
             try:
                 self._beat()
                 seen = self._beats([peer])[0]
+                cause = self._cause_elsewhere(self._told())
+                if still > limit >= still - self._interval:
+                    self._note_who_is_behind(still)
             except RuntimeError as error:
                 problem = str(error)
+            if still == 0.0 and self._noted:
+                self._forget_who_is_behind()
             silent = 0.0 if seen != last else silent + self._interval
-            still = 0.0 if self._moves != moves else still + self._interval
-            last, moves = seen, self._moves
-            limit = _SHARE * self.timeout
-            if silent > limit and not (last and last["doing"] is None) and self._ending.acquire(blocking=False):
-                what = f"{_name(peer, last)} is gone: no sign of life for {silent:.0f} s{_last_seen(last)}"
+            failed = failed + self._interval if cause else 0.0
+            last = seen
+            if cause and (failed > self._patience or silent > limit):
+                # By now Gloo would have raised an error in the main thread. NCCL has none: it waits for its timeout.
+                self._end_with(PeerFailedError(f"{cause}\nHere: {self._doing}"))
+            elif silent > limit and not (last and last["doing"] is None):
+                text = f"{_name(peer, last)} is gone: no sign of life for {silent:.0f} s{_last_seen(last)}"
                 if problem:
-                    what = f"the ranks' store has not answered for {silent:.0f} s, so rank 0's node is gone: {problem}"
-                else:
-                    self._tell(f"LostRankError: {what}")
-                self._end(LostRankError(what))
-            if not problem and still > limit >= still - self._interval:
-                self._note_who_is_behind(still)
-            elif still == 0.0 and self._note is not None:
-                self._note.unlink(missing_ok=True)
+                    text = f"the ranks' store has not answered for {silent:.0f} s, so rank 0's node is gone: {problem}"
+                self._end_with(LostRankError(text))
+
+    def _end_with(self, error: Exception) -> None:
+        if not self._ending.acquire(blocking=False):
+            return
+        if isinstance(error, LostRankError):
+            _within(_ENOUGH, lambda: self._tell(f"LostRankError: {error}"))
+        try:
+            raise error  # torchrun shows tracebacks only
+        except Exception as raised:
+            self._end(raised)
 
     def _note_who_is_behind(self, seconds: float) -> None:
         """Before NCCL ends this process, in which no Python runs then."""
@@ -153,6 +175,13 @@ class Heartbeat:
             what = f"{self._doing} has taken {seconds:.0f} s; behind it are {_some(behind)}"
             with suppress(OSError):
                 self._note.write_text(what)
+                self._noted = True
+
+    def _forget_who_is_behind(self) -> None:
+        assert self._note is not None
+        with suppress(OSError):
+            self._note.unlink(missing_ok=True)
+            self._noted = False
 
     def _beat(self) -> None:
         self._count += 1
@@ -165,10 +194,17 @@ class Heartbeat:
 
     def _beats(self, ranks: list[int]) -> list[dict[str, Any] | None]:
         """The last beat of each; None where there was none yet."""
-        there = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
+        there = self._that_have_beaten(ranks)
         values = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
         beats = {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
         return [beats.get(rank) for rank in ranks]
+
+    def _that_have_beaten(self, ranks: list[int]) -> list[int]:
+        """Mostly all of them, which one request tells, and the few that have not are found by halves."""
+        if self._store.check([f"beat/{rank}" for rank in ranks]):
+            return ranks
+        half = len(ranks) // 2
+        return self._that_have_beaten(ranks[:half]) + self._that_have_beaten(ranks[half:]) if half else []
 
     # ---- the end
 
@@ -180,10 +216,13 @@ class Heartbeat:
         the ranks that have nothing to tell, as these did not come.
         """
         self._ending.acquire()
-        patience = 2.0 + 2 * self._interval
-        return _within(patience + 10.0, lambda: self._explain(error, patience)) or error
+        return _within(self._patience + 10.0, lambda: self._explain(error)) or error
 
-    def _explain(self, error: Exception, patience: float) -> Exception:
+    @property
+    def _patience(self) -> float:
+        return _PATIENCE + 2 * self._interval
+
+    def _explain(self, error: Exception) -> Exception:
         text = f"{type(error).__name__}: {error}"
         if not (is_consequence(text) or _TIMED_OUT.match(text)):
             self._tell(text)
@@ -191,30 +230,39 @@ class Heartbeat:
         self._tell("")
         ranks = list(range(self._world_size))
         before = self._beats(ranks)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + self._patience
         told: dict[int, str] = {}
         while time.monotonic() < deadline and len(told) < self._world_size:
             told = self._told()
-            for rank, cause in told.items():
-                if cause and rank != self._rank:
-                    return PeerFailedError(f"{_name(rank, before[rank])} failed: {cause}\nHere: {text}")
-            time.sleep(0.1)
+            if cause := self._cause_elsewhere(told):
+                return PeerFailedError(f"{cause}\nHere: {text}")
+            time.sleep(min(0.5, self._interval))
         missing = [rank for rank in ranks if rank not in told]
         if not missing:
             return error
         after = self._beats(ranks)
+        # Of ranks that are as far as this one some may have come later, and will time out later.
+        behind = [rank for rank in missing if (after[rank] or {}).get("moves", -1) < self._moves]
+        what = "did not come to a collective" if behind else "have not come to a collective, or wait in it still"
         lines = []
-        for rank in missing:
+        for rank in behind or missing:
             alive = before[rank] != after[rank]
-            state = "is alive" if alive else f"gives no sign of life for {patience:.0f} s"
+            state = "is alive" if alive else f"gives no sign of life for {self._patience:.0f} s"
             lines.append(f"{_name(rank, after[rank])} {state}{_last_seen(after[rank])}")
-        what = f"{len(missing)} of {self._world_size} ranks did not come to a collective: {_some(lines)}"
+        what = f"{len(lines)} of {self._world_size} ranks {what}: {_some(lines)}"
         self._tell(f"LostRankError: {what}")
         return LostRankError(f"{what}.\nRank {self._rank}, in {self._doing}: {text}")
 
+    def _cause_elsewhere(self, told: dict[int, str]) -> str | None:
+        """Another rank and its error, if one has told of an error of its own."""
+        for rank, cause in told.items():
+            if cause and rank != self._rank:
+                return f"{_name(rank, self._beats([rank])[0])} failed: {cause}"
+        return None
+
     def _tell(self, cause: str) -> None:
         """All ranks that look: this one ends, with this error of its own, or "" if another rank is to blame."""
-        self._store.append("told", json.dumps([self._rank, cause]) + "\n")  # type: ignore[attr-defined]
+        self._store.append("told", json.dumps([self._rank, cause[:_LONGEST_CAUSE]]) + "\n")  # type: ignore[attr-defined]
 
     def _told(self) -> dict[int, str]:
         return dict(json.loads(line) for line in self._store.get("told").decode().splitlines())

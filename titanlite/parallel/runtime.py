@@ -161,7 +161,9 @@ class Ranks:
             yield
             return
         timeout = self._comm.init_timeout_seconds
-        self._heartbeat = Heartbeat(_client_of_the_store(timeout), self.rank, self.world_size, timeout, end)
+        # A connection of its own: a get that waits for its key holds up the others of the same one.
+        store = dist.PrefixStore("heartbeat", environment_store(timedelta(seconds=timeout)))
+        self._heartbeat = Heartbeat(store, self.rank, self.world_size, timeout, end)
         with self._heartbeat.running():
             yield
 
@@ -290,13 +292,6 @@ def read_environment() -> tuple[int, int] | None:
     if rank >= world_size:
         raise InputError(Problem("environment", "RANK", str(rank), f"0 to WORLD_SIZE - 1 = {world_size - 1}", fix))
     return rank, world_size
-
-
-def _client_of_the_store(timeout: float) -> dist.Store:
-    """A connection of its own to the store that the environment names. Each restart has keys of its own."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    return dist.PrefixStore(f"titanlite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def check_world_size(world_size: int) -> None:

@@ -103,6 +103,17 @@ def test_probe_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_probe_waits_for_the_holder_to_leave(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path, "a.lock")
+    with pytest.raises(InputError, match="another job"):
+        probe_folder(tmp_path, "a.lock")
+    timer = threading.Timer(0.3, lock.release)
+    timer.start()
+    probe_folder(tmp_path, "a.lock", wait_seconds=20)
+    timer.join()
+    lock_folder(tmp_path, "a.lock").release()
+
+
 def test_unusable_run_folder_is_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"can be written"):

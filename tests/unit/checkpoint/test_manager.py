@@ -190,6 +190,17 @@ def test_a_folder_that_is_not_shared_is_refused_at_the_start(
     assert not list(run.folder.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_wrong_input_at_the_start(
+    run: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", read_only)
+    with pytest.raises(InputError, match="got Read-only file system; allowed: a folder that can be written"):
+        run.manager()
+
+
 def test_only_unusable_checkpoints_are_no_fresh_start(run: Setup) -> None:
     run.saved(1, 2)
     for step in (1, 2):
@@ -475,8 +486,11 @@ def test_another_format_or_a_missing_permission_is_no_damage(run: Setup, monkeyp
 
     monkeypatch.setattr(storage, "of_file", denied)
     (run.step(2) / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="PermissionError"):
+    with pytest.raises(
+        InputError, match=r"step-00000001: \S+: got Permission denied.*(.|\n)*permission to read"
+    ) as error:
         run.manager().find_resume()
+    assert not isinstance(error.value, DamagedError)
     assert sorted(path.name for path in run.folder.iterdir()) == ["step-00000001", "step-00000002"]
 
 

@@ -251,6 +251,23 @@ def test_leftovers_of_the_same_step_are_replaced_and_committed_ones_kept(tmp_pat
     assert storage.committed_steps(tmp_path, silent) == []
 
 
+def test_a_file_or_a_link_in_the_place_of_a_new_checkpoint_is_renamed(tmp_path: Path) -> None:
+    """What the link points to is another run's save, which is not committed yet."""
+    other = make(tmp_path / "other", 1)
+    (other / "manifest.json").unlink()
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "step-00000001").symlink_to(other)
+    (here / "step-00000002").symlink_to("nowhere")
+    (here / "step-00000003").write_text("mine")
+    for step in (1, 2, 3):
+        assert f"step-0000000{step}.superseded-1" in storage.prepare_folder(here, step)
+        assert (here / f"step-0000000{step}").is_dir() and not (here / f"step-0000000{step}").is_symlink()
+    assert names(other) == [".metadata", "__0_0.distcp"]
+    assert (here / "step-00000001.superseded-1").readlink() == other
+    assert (here / "step-00000003.superseded-1").read_text() == "mine"
+
+
 def test_retention_counts_committed_ones_and_leaves_the_rest(tmp_path: Path) -> None:
     for step in (1, 2, 4, 5):
         make(tmp_path, step)

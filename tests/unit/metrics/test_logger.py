@@ -1,9 +1,11 @@
+import errno
 import io
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,66 @@ def test_resumed_twice_steps_still_increase(run: Run) -> None:
     seen = events(run.folder)
     assert set(seen) == {"train/loss", "train/lr"}
     assert [(step, int(value)) for step, value in seen["train/loss"]] == expected
+
+
+class Disk:
+    """A file whose disk has room for so many bytes more."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.name = path
+        self.room = room
+        self.close = self.file.close
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_rows_that_a_full_disk_has_no_room_for_are_written_later(run: Run) -> None:
+    logger = run.logger()
+    logger.log({"step": 1, "loss": 1.0})
+    disk = logger._jsonl = Disk(run.folder / "metrics.jsonl", room=10)  # for a part of a row
+    for step in (2, 3, 4):
+        logger.log({"step": step, "loss": 1.0})
+    assert len((run.folder / "metrics.jsonl").read_text().splitlines()[1]) == 10
+    assert run.out.getvalue().count("No space left on device") == 1, "said once"
+    assert "lost if the run ends before" in run.out.getvalue()
+    assert "step    4/1000" in run.out.getvalue()
+    disk.room = 10_000
+    logger.log({"step": 5, "loss": 1.0})
+    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4, 5]
+    assert "no row is missing" in run.out.getvalue()
+    disk.room = 0
+    logger.log({"step": 6, "loss": 1.0})
+    assert run.out.getvalue().count("No space left on device") == 2, "and again, the next time"
+    logger.close()
+    assert "lacks the last rows, 1 of them" in run.out.getvalue()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_under_tensorboard_and_the_console_ends_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logger = run.logger(tensorboard=True)
+    logger.log({"step": 1, "loss": 1.0})
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # of TensorBoard's thread
+    monkeypatch.setattr(logger._writer.file_writer.event_writer._general_file_writer.fs, "append", is_full)
+    logger.log({"step": 2, "loss": 1.0})
+    logger.log({"step": 3, "loss": 1.0})
+    assert run.out.getvalue().count("warning: no more TensorBoard events") == 1
+    full = open("/dev/full", "w")  # noqa: SIM115
+    logger._console.file = full
+    logger.log({"step": 4, "loss": 1.0})
+    logger._console.file = run.out
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    logger.close()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4]
 
 
 def test_a_fresh_start_takes_all_back(run: Run) -> None:
