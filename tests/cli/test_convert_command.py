@@ -225,6 +225,17 @@ def test_a_full_disk_leaves_nothing(
     assert len(written) == 2 and not (tmp_path / "out").exists()
 
 
+def test_a_file_that_may_not_be_written(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", file.name)
+
+    monkeypatch.setattr(convert, "fsync_file", refused)
+    said = command("to-hf", run_folder, tmp_path / "out", code=2)
+    assert ".safetensors: Permission denied; allowed: files that may be read and written" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

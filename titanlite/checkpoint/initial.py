@@ -72,7 +72,8 @@ def load_weights(
     tensors: parameters and persistent buffers of `model` by FQN; each rank reads what it holds
     report:  called with one line at a time, on every rank
     Returns the weights. Raises InputError (DamagedError, if a checkpoint is damaged) before any tensor is touched;
-    CheckpointError if reading fails, or another rank than the main one does not find the same.
+    CheckpointError if reading fails, or another rank does not see a checkpoint's files that the main one sees, or has
+    other weights.
     """
 
     def opened(place: Path) -> InitialWeights:
