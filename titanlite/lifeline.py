@@ -119,8 +119,8 @@ def watch_launcher_and_signals() -> StopRequest:
     """
     signals = stop_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # Forks only: a program that is started here (subprocess) inherits the mask, and these signals do not end it. It ends
-    # by itself, at the end of its input, or with the session.
+    # Forks only: a program that is started here (subprocess) inherits the mask, and these signals do not end it. It has
+    # to end by itself, as at the end of its input.
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals))
     pid, path = os.environ.get(LAUNCHER_PID, ""), os.environ.get(STOP_FILE, "")
     launcher = int(pid) if pid.isdigit() else None

@@ -20,10 +20,9 @@ def fail(what: str) -> None:
     match what:
         case "stop":  # until another rank has said so: the agent's SIGTERM then ends it, instead of a SIGKILL in 30 s
             record = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("rank-0.error.json")
-            script = (
-                f"for i in $(seq 200); do sleep 0.3; [ -e {record} ] && break; done; sleep 1; kill -CONT {os.getpid()}"
-            )
-            subprocess.Popen(["sh", "-c", script])
+            until = f"for i in $(seq 200); do sleep 0.3; [ -e '{record}' ] && break; done; sleep 1"
+            wake = ["sh", "-c", f"{until}; kill -CONT {os.getpid()}"]
+            subprocess.Popen(wake, start_new_session=True)  # the agent's SIGTERM goes to the group
             os.kill(os.getpid(), signal.SIGSTOP)
         case "loop":
             while True:

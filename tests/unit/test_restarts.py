@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from titanlite import supervise
+from titanlite.failures import Failure, is_final
 from titanlite.lifeline import STOP_FILE, StopFile
 from titanlite.machine import Nodes
-from titanlite.supervise import Failure, Job, Stopped, StopSignals, is_final, run_workers
+from titanlite.supervise import Job, Stopped, StopSignals, run_workers
 from titanlite.trainer import NonFiniteError, NotSavedError
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:4242"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.failures import NOTE, Failure, root_cause
 from titanlite.machine import Nodes
-from titanlite.parallel.heartbeat import NOTE
-from titanlite.supervise import Failure, Job, report, root_cause
+from titanlite.supervise import Job, report
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:4242"
 

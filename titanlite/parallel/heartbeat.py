@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -20,34 +19,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.failures import NOTE, is_consequence, is_timeout
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# How an error begins that a collective or the store raises when another rank has ended ("TypeName: message") ...
-_LOST_CONNECTION = re.compile(
-    r"(DistNetworkError|DistStoreError):|(RuntimeError|DistBackendError): (?!Caught \w+ in DataLoader).*(connection "
-    r"(was )?(closed|reset|refused|aborted)|broken pipe|recvValue failed|sendBytes failed|remote process exited"
-    r"|ncclRemoteError|communicator was aborted)",
-    re.IGNORECASE | re.DOTALL,
-)
-# ... and when one has not come.
-_TIMED_OUT = re.compile(
-    r"(RuntimeError|DistBackendError): .*(timed out waiting|timeout caused pair closure|operation timeout)",
-    re.IGNORECASE | re.DOTALL,
-)
 # A rank is gone after this share of the timeout: before NCCL, at the whole of it, ends the ranks that wait.
 _SHARE_OF_TIMEOUT = 0.8
 _PATIENCE = 2.0  # seconds, and two beats, for what other ranks have to tell
 _ENOUGH = 5.0  # seconds for a few requests, of which some may be on the way
 _NAMED = 8  # ranks in a message
 _LONGEST_CAUSE = 2000  # characters of an error that is told to all ranks
-# Appended to the name of a rank's error record: whom it waits for, of use if it is ended without a word of its own.
-NOTE = ".waits"
-
-
-def is_consequence(error: str) -> bool:
-    """Whether an error, "TypeName: message", only says that another rank has ended."""
-    return error.startswith("PeerFailedError:") or bool(_LOST_CONNECTION.match(error))
 
 
 class LostRankError(RuntimeError):
@@ -224,7 +206,7 @@ class Heartbeat:
 
     def _explain(self, error: Exception) -> Exception:
         text = f"{type(error).__name__}: {error}"
-        if not (is_consequence(text) or _TIMED_OUT.match(text)):
+        if not (is_consequence(text) or is_timeout(text)):
             self._tell(text)
             return error
         self._tell("")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from titanlite.failures import NOTE, is_consequence
 from titanlite.parallel import heartbeat
-from titanlite.parallel.heartbeat import NOTE, Heartbeat, LostRankError, PeerFailedError, is_consequence
+from titanlite.parallel.heartbeat import Heartbeat, LostRankError, PeerFailedError
 
 TIMEOUT = 2.0
 GONE = 17  # ticks of a twentieth of it, until four fifths are over
@@ -48,7 +49,7 @@ class Ring:
     """Ranks of one process, on one store; `ended` has the errors that a rank's thread has ended it with."""
 
     def __init__(self, world_size: int, store: Any = None) -> None:
-        self.store = store or dist.HashStore()
+        self.store: Any = store or dist.HashStore()
         self.ended: queue.Queue[Exception] = queue.Queue()
         self.ranks = [Heartbeat(self.store, rank, world_size, TIMEOUT, self.ended.put) for rank in range(world_size)]
         for rank in self.ranks:
