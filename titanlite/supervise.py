@@ -10,11 +10,13 @@ import io
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -256,32 +258,35 @@ def run_workers(job: Job, module: str, arguments: Sequence[str], environment: Ma
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the agent copies the output of several ranks through it
     world = job.nodes.count * job.nproc
+    # Made when there is something to say: a launcher that is killed before leaves nothing behind.
+    folder = Path(tempfile.gettempdir(), f"titanlite-{uuid.uuid4().hex}")
     try:
-        with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:
-            file = StopFile(Path(folder) / "stop")
-            own = {WORLD_SIZE: str(world), LAUNCHER_PID: str(os.getpid()), STOP_FILE: str(file.asked)}
-            os.environ.update({**environment, **own})
-            signals = StopSignals(job, file)
-            meeting_point = hold_meeting_point(job)  # noqa: F841 - lives as long as this function
-            while failures := run_agent(job, signals, module, arguments):
-                if file.now.exists():
-                    raise Stopped(file.now.read_text() or "stopped")
-                code = report(root_cause(failures), job)
-                if job.attempt == job.max_restarts or file.asked.exists() or is_final(failures):
-                    return code
-                job = job.again()
-                file.saved.unlink(missing_ok=True)  # by a rank that had ended before another one failed
-                say(f"restart {job.attempt} of {job.max_restarts}")
-            if not file.saved.exists():
-                return EXIT_DONE
-            say("stopped and saved: the same command goes on from there")
-            return EXIT_PREEMPTED
+        file = StopFile(folder / "stop")
+        own = {WORLD_SIZE: str(world), LAUNCHER_PID: str(os.getpid()), STOP_FILE: str(file.asked)}
+        os.environ.update({**environment, **own})
+        signals = StopSignals(job, file)
+        meeting_point = hold_meeting_point(job)  # noqa: F841 - lives as long as this function
+        while failures := run_agent(job, signals, module, arguments):
+            if file.now.exists():
+                raise Stopped(file.now.read_text() or "stopped")
+            code = report(root_cause(failures), job)
+            if job.attempt == job.max_restarts or file.asked.exists() or is_final(failures):
+                return code
+            job = job.again()
+            file.saved.unlink(missing_ok=True)  # by a rank that had ended before another one failed
+            say(f"restart {job.attempt} of {job.max_restarts}")
+        if not file.saved.exists():
+            return EXIT_DONE
+        say("stopped and saved: the same command goes on from there")
+        return EXIT_PREEMPTED
     except Stopped as stop:
         say(f"{stop}; the workers have been ended. The same command goes on from the last checkpoint, if there is one")
         return EXIT_ERROR
     except Exception as error:
         say(_agent_error(error, job))
         return EXIT_ERROR
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hold_meeting_point(job: Job) -> Any:

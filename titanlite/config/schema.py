@@ -30,7 +30,8 @@ NonNegative = Annotated[int, Field(ge=0)]
 # Far above what anybody means, so that a slip of the keyboard is refused, not computed with.
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
-Seconds, SecondsOrZero = Size, SizeOrZero  # what timers and torch's timeouts can count
+Seconds = Size  # what timers and torch's timeouts can count
+SecondsOrZero = SizeOrZero
 Count = Annotated[int, Field(gt=0, lt=2**16)]  # of layers, ranks
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
