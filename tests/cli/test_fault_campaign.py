@@ -18,7 +18,6 @@ FAULTS = {
     "a bit of every checkpoint flipped: refused; one brought back": 1,
     "foreign files and folders": 1,
     "a run: SIGKILL of a rank": 1,
-    "a run: SIGTERM, SIGINT or SIGUSR1: saved, exit code 75": 1,
     "a run: SIGKILL, and the newest checkpoint damaged": 1,
 }
 OF_DISKS = {"the disk full in a save": 4, "the disk read-only in a save": 2}
