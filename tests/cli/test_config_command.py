@@ -110,7 +110,7 @@ def test_help_has_every_key(command: tuple[str, ...]) -> None:
     assert "data.sources[].weight" in done.stdout
     if "config" not in command:
         assert all(name in done.stdout for name in ("NPROC", "NNODES", "MASTER_ADDR", "LOG_RANK", "--nproc"))
-        assert "2 wrong input; 75 is kept for runs that were preempted and saved\n" in done.stdout
+        assert "2 wrong input, 75 stopped by a signal (or the clock) and saved: try again\n" in done.stdout
 
 
 def test_commands_import_no_torch() -> None:
