@@ -464,7 +464,7 @@ class Trainer:
                 "Start again to resume from the last checkpoint; a lower optimizer.lr or training.max_norm may help."
             )
         extra = validate() if validate else {}
-        last = step == self.state.step and self.ending
+        last = step == self.state.step and (self.ending or self.stopped)
         if not extra and step % self.config.metrics.log_freq and step != 1 and not last:
             return
         row = {

@@ -101,6 +101,12 @@ def test_a_request_in_the_last_step_comes_too_late(text: Path, tmp_path: Path) -
     assert saved(tmp_path)[-1] == STEPS
 
 
+def test_the_step_that_a_run_stops_after_has_a_row(text: Path, tmp_path: Path) -> None:
+    seldom: Sections = {"metrics": {"log_freq": 50}, "validation": {"enable": False}}
+    assert train(ONE_PROCESS, text, tmp_path, "train_step 2", seldom) == [(3, True)]
+    assert [row[0] for row in curve(tmp_path)] == [1, 3]
+
+
 def test_what_cannot_be_saved_is_said(text: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="stopped at step 2 by SIGTERM to a rank; nothing is saved"):
         train(ONE_PROCESS, text, tmp_path, "train_step 1", {"checkpoint": {"enable": False}})
