@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 
 from tests.harness.distributed import run_distributed
-from tests.harness.training import build, merge
+from tests.harness.training import Listener, build, merge
 from tests.parity.layouts import BASE, TIED, Layout, Sections
 from tests.parity.moe_layouts import DEEPSEEK
 from titanlite.checkpoint.huggingface import HuggingFaceWeights
@@ -26,7 +26,7 @@ from titanlite.data.phase import RunData
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
 from titanlite.parallel.whole import full_tensors
-from titanlite.verify.record import Record, Recorder
+from titanlite.verify.record import Record
 
 sympy = pytest.importorskip("sympy")
 tokenizers = pytest.importorskip("tokenizers")
@@ -76,18 +76,6 @@ def _train(sections: Sections, before: Before | None) -> Done:
     left = tensors_hash(full_tensors(trainer._tensors()).items())
     shards = [str(source.train) for source in trainer.prepared.sources]
     return Done(found, left, state, trainer.said, trainer.record, trainer.data, shards)
-
-
-class Listener(Recorder):
-    whole = False
-
-    def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
-        self.said: list[str] = []
-        super().__init__(config, ranks)
-
-    def _say(self, message: str) -> None:
-        self.said.append(message)
-        super()._say(message)
 
 
 def train(

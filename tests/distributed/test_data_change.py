@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.harness.distributed import WorkerFailed, run_distributed
-from tests.harness.training import merge
+from tests.harness.training import Listener, merge
 from tests.parity.harness import make_text
 from tests.parity.layouts import BASE, LAYOUTS, ONE_PROCESS, Layout
 from titanlite.config.schema import Config
@@ -24,7 +24,6 @@ from titanlite.data.shards import TokenShards
 from titanlite.model.init import tensors_hash
 from titanlite.parallel import runtime
 from titanlite.parallel.whole import full_tensors
-from titanlite.verify.record import Recorder
 
 Sections = Mapping[str, Mapping[str, Any]]
 SAVING: Sections = {
@@ -53,16 +52,6 @@ class Done:
     said: list[str]
     shards: list[str]
     hash: str
-
-
-class Listener(Recorder):
-    def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
-        self.said: list[str] = []
-        super().__init__(config, ranks)
-
-    def _say(self, message: str) -> None:
-        self.said.append(message)
-        super()._say(message)
 
 
 def _train(sections: Sections) -> Done:

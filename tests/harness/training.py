@@ -20,6 +20,7 @@ from titanlite.optim.schedule import lr_at
 from titanlite.parallel import gradients, runtime
 from titanlite.parallel.parallelize import Batch, ParallelModel, parallelize
 from titanlite.parallel.whole import full_tensors
+from titanlite.verify.record import Recorder
 
 IGNORED = -100
 Sections = Mapping[str, Mapping[str, Any]]
@@ -59,6 +60,20 @@ def merge(*many: Sections) -> dict[str, dict[str, Any]]:
         for name, keys in sections.items():
             merged.setdefault(name, {}).update(keys)
     return merged
+
+
+class Listener(Recorder):
+    """A trainer that also keeps what it says; weights and gradients are not gathered."""
+
+    whole = False
+
+    def __init__(self, config: Config, ranks: runtime.Ranks) -> None:
+        self.said: list[str] = []
+        super().__init__(config, ranks)
+
+    def _say(self, message: str) -> None:
+        self.said.append(message)
+        super()._say(message)
 
 
 def build(sections: Sections) -> tuple[Config, runtime.Ranks, ParallelModel, AdamW]:

@@ -55,10 +55,12 @@ def main(argv: Sequence[str]) -> int:
         say(str(error))
         return EXIT_ERROR
     except PermissionError as error:
-        got = f"{error.filename}: {error.strerror}"
-        raise InputError(
-            Problem(COMMAND_LINE, "PATH", got, "files that can be read", "change their permissions")
-        ) from None
+        raise not_permitted(error, "files that can be read") from None
+
+
+def not_permitted(error: PermissionError, allowed: str) -> InputError:
+    got = f"{error.filename}: {error.strerror}"
+    return InputError(Problem(COMMAND_LINE, "PATH", got, allowed, "change their permissions"))
 
 
 # --- which ---

@@ -18,7 +18,7 @@ import tomli_w
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.storage import CheckpointError, DamagedError
 from titanlite.command_line import Parser, print_problems, say
-from titanlite.commands.checkpoint import committed, examine, size_text
+from titanlite.commands.checkpoint import committed, examine, not_permitted, size_text
 from titanlite.config.problems import EXIT_DONE, EXIT_ERROR, InputError, Problem
 from titanlite.config.schema import DataConfig, ModelConfig, TokenizerConfig
 from titanlite.config.validate import COMMAND_LINE
@@ -68,10 +68,7 @@ def main(argv: Sequence[str]) -> int:
         print_problems(error.problems, "nothing was converted")
         return EXIT_ERROR
     except PermissionError as error:
-        got = f"{error.filename}: {error.strerror}"
-        raise InputError(
-            Problem(COMMAND_LINE, "PATH", got, "files that may be read and written", "change their permissions")
-        ) from None
+        raise not_permitted(error, "files that may be read and written") from None
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             say(f"the disk is full ({error.filename or options.out}): make room, or name another place")
